@@ -1,0 +1,1 @@
+"""What crosses the bus: frozen msgspec structs, their one codec and the error tree. Imports nothing of ours."""

@@ -1,0 +1,100 @@
+"""Stream frames: what a request's owner hears. One NATS message is a JSON array of frames of one publisher and step.
+
+A frame is a JSON array that starts with its tag:
+  ["a", attempt, router]                            accepted by a router
+  ["p", attempt, worker]                            prefill holds it
+  ["d", attempt, worker]                            decode holds it; only decode may end it from now on
+  ["t", attempt, seq, [ids], [logprobs] | null]     token ids
+  ["f", attempt, seq, reason, usage, timings]       terminal: finished
+  ["e", attempt, seq, error]                        terminal: failed
+`seq` is the number of this completion's tokens before the frame, resumed ones included: a reader sees at once what
+it lacks, and a terminal frame shows a lost tail.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.errors import ErrorRecord
+from schemas.ids import AttemptId, WorkerId
+from schemas.message import decode, encode
+
+FinishReason = Literal["stop", "length"]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position: the chosen token's, then the k best as (id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts. completion_tokens counts resumed ids too; cached_tokens is prefill's prefix hit;
+    num_computed_prompt_tokens is what the decode leg had to compute itself (0: the KV was really used)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds spent in each phase, as far as the sender knows them; decode's own clock."""
+
+    prefill_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_queue_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    kv_bytes: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    attempt_id: AttemptId
+    router: str
+
+
+class Prefilling(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+    attempt_id: AttemptId
+    worker: WorkerId
+
+
+class Decoding(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    attempt_id: AttemptId
+    worker: WorkerId
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    attempt_id: AttemptId
+    seq: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    attempt_id: AttemptId
+    seq: int
+    reason: FinishReason
+    usage: Usage
+    timings: Timings = Timings()
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+    attempt_id: AttemptId
+    seq: int
+    error: ErrorRecord
+
+
+Frame = Accepted | Prefilling | Decoding | Tokens | Finished | Failed
+TERMINAL_FRAMES = (Finished, Failed)
+
+
+def encode_frames(frames: list[Frame]) -> bytes:
+    """Return one message carrying these frames."""
+    return encode(frames)
+
+
+def decode_frames(payload: bytes) -> list[Frame]:
+    """Return the frames of one message; raises RequestError when it isn't one."""
+    return decode(payload, list[Frame])

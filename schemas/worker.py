@@ -1,0 +1,97 @@
+"""What discovery and load reports say of a service."""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.handoff import BootstrapEndpoint, Handoff
+from schemas.ids import Epoch, WorkerId
+from schemas.message import Message
+
+Role = Literal["prefill", "decode", "both"]
+State = Literal["starting", "ready", "draining"]
+
+
+class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag="runtime_config.v1"):
+    """What a worker is: the value of its discovery record. Never carries transfer metadata (who holds it can write
+    the worker's memory).
+
+    `epoch` is new at each start: Unix time in nanoseconds. `compat` is the digest that prefill and decode must share
+    (backend, model digest, KV layout). `total_kv_blocks` x `block_size` is the KV capacity in tokens.
+    `revision` counts changes within an epoch.
+    """
+
+    worker_id: WorkerId
+    epoch: Epoch
+    model: str
+    model_digest: str
+    role: Role
+    backend: str
+    state: State
+    handoff: Handoff
+    compat: str
+    block_size: int
+    total_kv_blocks: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_context_tokens: int
+    kv_layout: str = ""
+    kv_dtype: str = ""
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    engine_version: str = ""
+    bootstrap: BootstrapEndpoint | None = None
+    is_strict: bool = False
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+
+
+class ServiceRecord(Message, frozen=True, kw_only=True, omit_defaults=True, tag="service_record.v1"):
+    """What a router or gateway is: the value of its discovery record. `url` is a gateway's HTTP address."""
+
+    service: Literal["router", "gateway"]
+    id: str
+    epoch: Epoch
+    state: State
+    host: str = ""
+    pid: int = 0
+    url: str = ""
+
+
+Record = RuntimeConfig | ServiceRecord
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True, tag="heartbeat.v1"):
+    """A life sign, twice a second. `progress` grows with every engine step; `is_busy` without progress is not ready.
+    `is_leaving`: the last beat of an orderly exit."""
+
+    id: str
+    epoch: Epoch
+    progress: int = 0
+    is_busy: bool = False
+    is_leaving: bool = False
+
+
+class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load_report.v1"):
+    """A worker's load. Blocks used are referenced or leased ones; cached ones are free to take and counted apart.
+    `dispatched` holds, for each router epoch, the highest dispatch number this report has counted.
+    The counters are totals since the epoch began."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    kv_blocks_total: int
+    kv_blocks_quarantined: int = 0
+    queued_prefill_tokens: int = 0
+    dispatched: dict[str, int] = msgspec.field(default_factory=dict)
+    kv_transfer_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    num_remote_prefills: int = 0
+    num_recomputed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0

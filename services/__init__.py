@@ -1,0 +1,1 @@
+"""The parts of busway: gateway, router and worker (which never import one another), engines and KV transfer."""

@@ -1,0 +1,61 @@
+"""The settings of each service: frozen structs, unknown keys refused. Read from TOML, environment and flags by
+deploy.settings; nothing else reads the environment."""
+
+from typing import Literal
+
+import msgspec
+
+PolicyName = Literal["round_robin", "least_loaded", "queue"]
+RoleName = Literal["prefill", "decode", "both"]
+EngineName = Literal["torch", "sim"]
+HandoffMode = Literal["pull", "rendezvous"]
+TransferName = Literal["nixl", "shm"]
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to reach NATS. `url` may carry credentials (nats://user:password@host:port)."""
+
+    url: str = ""
+    namespace: str = "busway"
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    id: str = ""
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_choices: int = 16
+    default_max_tokens: int = 0
+    request_timeout_s: float = 600.0
+    keepalive_s: float = 10.0
+    drain_s: float = 30.0
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str = ""
+    policy: PolicyName = "least_loaded"
+    is_strict: bool = False
+    ack_timeout_s: float = 1.0
+    max_dispatch_tries: int = 3
+    drain_s: float = 30.0
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`model` is the served name, `model_path` a folder ("" for the sim engine's built-in model).
+
+    `kv_load_failure`: what decode does when the KV can't be used. `engine_args` go to the engine verbatim.
+    """
+
+    role: RoleName = "both"
+    engine: EngineName = "torch"
+    model: str = ""
+    model_path: str = ""
+    id: str = ""
+    handoff: HandoffMode = "pull"
+    transfer: TransferName = "nixl"
+    kv_load_failure: Literal["recompute", "fail"] = "recompute"
+    lease_s: float = 10.0
+    is_strict: bool = False
+    drain_s: float = 60.0
+    labels: dict[str, str] = {}
+    engine_args: dict[str, str] = {}
