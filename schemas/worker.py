@@ -18,7 +18,8 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     `epoch` is new at each start: Unix time in nanoseconds. `compat` is the digest that prefill and decode must share
     (backend, model digest, KV layout). `total_kv_blocks` x `block_size` is the KV capacity in tokens.
-    `revision` counts changes within an epoch.
+    `revision` counts changes within an epoch. With more than `max_waiting` requests waiting the worker answers
+    `busy` (0: it doesn't say).
     """
 
     worker_id: WorkerId
@@ -35,6 +36,7 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     max_num_seqs: int
     max_batched_tokens: int
     max_context_tokens: int
+    max_waiting: int = 0
     kv_layout: str = ""
     kv_dtype: str = ""
     tp_size: int = 1

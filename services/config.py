@@ -44,6 +44,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`model` is the served name, `model_path` a folder ("" for the sim engine's built-in model).
 
     `kv_load_failure`: what decode does when the KV can't be used. `engine_args` go to the engine verbatim.
+    `max_waiting`: with so many requests waiting, further ones are answered `busy` (0: 4 x max_num_seqs + 64).
     """
 
     role: RoleName = "both"
@@ -55,6 +56,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer: TransferName = "nixl"
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     lease_s: float = 10.0
+    max_waiting: int = 0
     is_strict: bool = False
     drain_s: float = 60.0
     labels: dict[str, str] = {}

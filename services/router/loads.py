@@ -1,0 +1,94 @@
+"""What every worker has to do: its own LoadReport plus this router's dispatches that the report hasn't counted yet.
+
+Pure. A report says, for this router's epoch, the highest dispatch number it has counted, so nothing is counted twice
+and nothing is late: eight prompts sent at once to four idle workers see one another (other routers' dispatches are one
+report stale, no more). Load is given back by the report itself; `give_back` is for legs that no worker ever held.
+"""
+
+import msgspec
+
+from schemas.ids import Epoch, WorkerId
+from schemas.worker import LoadReport
+
+UNCOUNTED_LIMIT_S = 2.0
+"""A worker reports twice a second: a dispatch that no report has counted by then was lost on the way."""
+
+
+class Uncounted(msgspec.Struct, frozen=True, kw_only=True):
+    num_tokens: int
+    sent_at: float
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """`queued_tokens` wait for prefill; `requests` are running or waiting; `kv_used` is a share of the pool."""
+
+    requests: int
+    waiting: int
+    queued_tokens: int
+    kv_used: float
+    is_suspect: bool
+
+
+class _Entry(msgspec.Struct):
+    report: LoadReport | None = None
+    uncounted: dict[int, Uncounted] = {}
+    suspect_since: float | None = None
+
+
+class LoadBook:
+    """The loads of all workers as one router knows them. Times are monotonic seconds."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch_key = str(epoch)
+        self._last_number = 0
+        self._entries: dict[WorkerId, _Entry] = {}
+
+    def next_number(self) -> int:
+        """Return the number of the next dispatch."""
+        self._last_number += 1
+        return self._last_number
+
+    def add(self, worker: WorkerId, number: int, num_tokens: int, now: float) -> None:
+        """Count a dispatch until a report of that worker does."""
+        entry = self._entries.setdefault(worker, _Entry())
+        if number > self._counted(entry):
+            entry.uncounted[number] = Uncounted(num_tokens=num_tokens, sent_at=now)
+
+    def give_back(self, worker: WorkerId, number: int) -> None:
+        """The worker never held that dispatch."""
+        if worker in self._entries:
+            self._entries[worker].uncounted.pop(number, None)
+
+    def suspect(self, worker: WorkerId, now: float) -> None:
+        """The worker let a hop's second pass in silence: avoid it until it reports again."""
+        self._entries.setdefault(worker, _Entry()).suspect_since = now
+
+    def report(self, report: LoadReport) -> None:
+        """Take a worker's report; one of an older epoch than its last is dropped, a newer one starts afresh."""
+        entry = self._entries.setdefault(report.worker_id, _Entry())
+        if entry.report is not None and report.epoch < entry.report.epoch:
+            return
+        entry.report = report
+        entry.suspect_since = None
+        counted = self._counted(entry)
+        entry.uncounted = {number: one for number, one in entry.uncounted.items() if number > counted}
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker left or began a new epoch."""
+        self._entries.pop(worker, None)
+
+    def load(self, worker: WorkerId, now: float) -> WorkerLoad:
+        """Return what that worker has to do."""
+        entry = self._entries.get(worker, _Entry())
+        fresh = [one for one in entry.uncounted.values() if now - one.sent_at < UNCOUNTED_LIMIT_S]
+        report = entry.report
+        return WorkerLoad(
+            requests=len(fresh) + (report.running + report.waiting if report else 0),
+            waiting=len(fresh) + (report.waiting if report else 0),
+            queued_tokens=sum(one.num_tokens for one in fresh) + (report.queued_prefill_tokens if report else 0),
+            kv_used=report.kv_blocks_used / max(report.kv_blocks_total, 1) if report else 0.0,
+            is_suspect=entry.suspect_since is not None,
+        )
+
+    def _counted(self, entry: _Entry) -> int:
+        return entry.report.dispatched.get(self._epoch_key, 0) if entry.report else 0

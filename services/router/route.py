@@ -1,0 +1,314 @@
+"""The way of one request through its workers: events in, instructions out. Pure: no I/O, no clock, no choice of worker.
+
+There is one code path for both handoffs: *when the disaggregated params are known, decode is asked.* They are known
+with the prefill leg's sending or ack (rendezvous) or with its result (after prefill); aggregated requests have none
+and ask decode at once.
+
+The router is the request's holder, and alone may send its terminal frame, until decode acks; from then on a failure is
+told to decode, which ends the stream. Whatever ends a route also aborts every leg that may still hold something.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.errors import BuswayError, ErrorRecord, WorkerError, WorkerLostError
+from schemas.frames import Failed, Finished, Frame, Timings, Tokens, Usage
+from schemas.handoff import DisaggregatedParams, Handoff
+from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
+from schemas.ids import Epoch, WorkerId
+from schemas.request import GenerateRequest
+from services.deadlines import Due, earliest
+from services.router.policies import Leg
+
+
+class LegSent(msgspec.Struct, frozen=True):
+    """A leg is on its way: to `worker`, or to a queue group (None). `params`: made by the router for a rendezvous."""
+
+    leg: Leg
+    worker: WorkerId | None
+    params: DisaggregatedParams | None = None
+
+
+class LegAccepted(msgspec.Struct, frozen=True):
+    """`params`: the rendezvous of a queue group's member."""
+
+    leg: Leg
+    worker: WorkerId
+    epoch: Epoch
+    params: DisaggregatedParams | None = None
+
+
+class LegBusy(msgspec.Struct, frozen=True):
+    """It never held the leg, another may take it."""
+
+    leg: Leg
+
+
+class LegRefused(msgspec.Struct, frozen=True):
+    """Nobody holds the leg, and nobody will."""
+
+    leg: Leg
+    error: ErrorRecord
+
+
+class LegSilent(msgspec.Struct, frozen=True):
+    """No ack within the hop's second: somebody may hold the leg."""
+
+    leg: Leg
+
+
+class AbortAsked(msgspec.Struct, frozen=True):
+    reason: str
+    error: ErrorRecord | None = None
+
+
+class DeadlinePassed(msgspec.Struct, frozen=True):
+    error: ErrorRecord
+
+
+class WorkerLeft(msgspec.Struct, frozen=True):
+    worker: WorkerId
+
+
+Event = (
+    LegSent
+    | LegAccepted
+    | LegBusy
+    | LegRefused
+    | LegSilent
+    | PrefillDone
+    | PrefillEnded
+    | PrefillFailed
+    | AbortAsked
+    | DeadlinePassed
+    | WorkerLeft
+)
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """Pick a worker and send it this leg."""
+
+    leg: Leg
+    params: DisaggregatedParams | None = None
+    prefill_worker: WorkerId | None = None
+    prefill_timings: Timings = Timings()
+
+
+class AbortLeg(msgspec.Struct, frozen=True, kw_only=True):
+    """Abort the leg wherever it was sent. With `error` its holder ends the request's stream with it."""
+
+    leg: Leg
+    reason: str
+    error: ErrorRecord | None = None
+
+
+class Say(msgspec.Struct, frozen=True):
+    """Publish frames to the request's stream."""
+
+    frames: list[Frame]
+
+
+Instruction = Ask | AbortLeg | Say
+Stage = Literal["routing", "handed_over", "ended"]
+LegState = Literal["idle", "asked", "held", "over"]
+
+
+class _Leg(msgspec.Struct):
+    """`held` lasts until the leg's KV is no longer its worker's: a prefill that handed over is still held."""
+
+    name: Leg
+    state: LegState = "idle"
+    worker: WorkerId | None = None
+
+
+class Route:
+    """One attempt's route. `handoff` None: aggregated."""
+
+    def __init__(self, request: GenerateRequest, handoff: Handoff | None) -> None:
+        self.request = request
+        self.handoff = handoff
+        self.stage: Stage = "routing"
+        self._prefill = _Leg(name="prefill")
+        self._decode = _Leg(name="decode")
+        self._legs: dict[Leg, _Leg] = {"prefill": self._prefill, "decode": self._decode}
+        self._params: DisaggregatedParams | None = None
+        self._timings = Timings()
+        self._is_computed = False
+        self._early: PrefillDone | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the router has nothing more to wait for; late events are still welcome."""
+        return self.stage != "routing" and "asked" not in (self._prefill.state, self._decode.state)
+
+    def start(self) -> list[Instruction]:
+        """Return the first instruction."""
+        return [self._ask(self._decode if self.handoff is None else self._prefill)]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take an event; return what to do, in order."""
+        match event:
+            case LegSent(leg, worker, params):
+                self._legs[leg].worker = worker
+                return self._params_known(params)
+            case LegAccepted():
+                return self._on_accepted(event)
+            case LegBusy(leg):
+                return self._on_busy(self._legs[leg])
+            case LegRefused(leg, error):
+                self._legs[leg].state = "over"
+                return self._fail(error)
+            case LegSilent(leg):
+                return self._on_silent(self._legs[leg])
+            case PrefillDone():
+                return self._on_done(event)
+            case PrefillEnded():
+                return self._on_ended(event)
+            case PrefillFailed(error=error):
+                self._prefill.state = "over"
+                return self._fail(error)
+            case AbortAsked():
+                return self._on_abort(event)
+            case DeadlinePassed(error):
+                return self._fail(error) if self.stage == "routing" else []
+            case WorkerLeft(worker):
+                return self._on_left(worker)
+
+    def due(self) -> Due | None:
+        """Return the deadline that the router watches now; None once decode holds the request."""
+        if self.stage != "routing":
+            return None
+        if self._is_computed:
+            return earliest(self.request.deadlines, ("transfer", "first_token", "total"), "decode")
+        if self._prefill.state == "held":
+            return earliest(self.request.deadlines, ("prefill", "first_token", "total"), "prefill")
+        return earliest(self.request.deadlines, ("queue", "first_token", "total"), "queue")
+
+    def _on_accepted(self, event: LegAccepted) -> list[Instruction]:
+        leg = self._legs[event.leg]
+        leg.worker = event.worker
+        if leg.state == "asked":
+            leg.state = "held"
+        if self.stage == "ended":
+            return [] if leg.state == "over" else [AbortLeg(leg=leg.name, reason="the request has ended")]
+        if leg is self._decode:
+            self.stage = "handed_over"
+            return []
+        early, self._early = self._early, None
+        return self._on_done(early) if early is not None else self._params_known(event.params)
+
+    def _on_busy(self, leg: _Leg) -> list[Instruction]:
+        if self.stage == "ended":
+            leg.state = "over"
+            return []
+        if leg is self._prefill and self._decode.state != "idle":
+            leg.state = "over"  # decode waits for this very worker: the room can't move to another
+            return self._fail(WorkerError("the prefill worker turned busy", phase="prefill"))
+        return [self._ask(leg)]
+
+    def _on_silent(self, leg: _Leg) -> list[Instruction]:
+        leg.state = "over"
+        lost = WorkerLostError(f"the {leg.name} worker didn't answer", phase=leg.name)
+        return [AbortLeg(leg=leg.name, reason="no ack"), *self._fail(lost)]
+
+    def _on_done(self, event: PrefillDone) -> list[Instruction]:
+        if self.stage == "ended":
+            return [AbortLeg(leg="prefill", reason="the request has ended")]
+        if self._prefill.state == "asked":  # overtook its own ack: who sent it is known with that
+            self._early = event
+            return []
+        self._is_computed = True
+        self._timings = event.timings
+        if self._params is not None:  # rendezvous: the KV is delivered
+            self._prefill.state = "over"
+        return self._params_known(event.params)
+
+    def _on_ended(self, event: PrefillEnded) -> list[Instruction]:
+        self._prefill.state = "over"
+        if self.stage != "routing" or self._decode.state != "idle":
+            return []  # in a rendezvous decode ends the request
+        self.stage = "ended"
+        return [Say(completion(self.request, event))]
+
+    def _on_abort(self, event: AbortAsked) -> list[Instruction]:
+        if self.stage == "routing" and event.error is not None:
+            return self._fail(event.error)
+        aborts = self._abort_legs(event.reason, event.error)
+        self.stage = "ended"
+        return aborts
+
+    def _on_left(self, worker: WorkerId) -> list[Instruction]:
+        """A prefill that has computed after-prefill KV is decode's to judge; decode's own death is seen by the
+        request's owner, and the router frees the other leg."""
+        if self._decode.worker == worker and self._decode.state in ("asked", "held"):
+            return self._lost(self._decode)
+        if self._prefill.worker == worker and self._prefill.state in ("asked", "held") and not self._is_computed:
+            return self._lost(self._prefill)
+        return []
+
+    def _lost(self, leg: _Leg) -> list[Instruction]:
+        leg.state = "over"
+        if leg is self._decode and self.stage == "handed_over":
+            self.stage = "ended"
+            return self._abort_legs("the decode worker is gone", None)
+        return self._fail(WorkerLostError(f"the {leg.name} worker {leg.worker} is gone", phase=leg.name))
+
+    def _params_known(self, params: DisaggregatedParams | None) -> list[Instruction]:
+        """The one step in which both handoffs meet."""
+        if params is None or self._params is not None or self.stage != "routing":
+            return []
+        self._params = params
+        return [self._ask(self._decode)]
+
+    def _ask(self, leg: _Leg) -> Ask:
+        leg.state, leg.worker = "asked", None
+        if leg is self._prefill:
+            return Ask(leg="prefill")
+        return Ask(
+            leg="decode",
+            params=self._params,
+            prefill_worker=self._prefill.worker,
+            prefill_timings=self._timings,
+        )
+
+    def _fail(self, error: BuswayError | ErrorRecord) -> list[Instruction]:
+        """End the request as failed: by the router's own frame, or through decode once it holds the request."""
+        record = error.record() if isinstance(error, BuswayError) else error
+        if self.stage == "handed_over":
+            self.stage = "ended"
+            return self._abort_legs(record.message, record)
+        if self.stage == "ended":
+            return []
+        self.stage = "ended"
+        failed = Failed(attempt_id=self.request.attempt_id, seq=len(self.request.resume), error=record)
+        return [Say([failed]), *self._abort_legs(record.message, None)]
+
+    def _abort_legs(self, reason: str, error: ErrorRecord | None) -> list[Instruction]:
+        legs = [leg for leg in (self._prefill, self._decode) if leg.state in ("asked", "held")]
+        return [AbortLeg(leg=leg.name, reason=reason, error=error if leg is self._decode else None) for leg in legs]
+
+
+def completion(request: GenerateRequest, event: PrefillEnded) -> list[Frame]:
+    """Return the frames of a request that its first token ended."""
+    seq = len(request.resume)
+    usage = Usage(
+        prompt_tokens=len(request.token_ids),
+        completion_tokens=seq + 1,
+        cached_tokens=event.num_cached_tokens,
+    )
+    return [
+        Tokens(
+            attempt_id=request.attempt_id,
+            seq=seq,
+            token_ids=(event.token_id,),
+            logprobs=None if event.logprobs is None else (event.logprobs,),
+        ),
+        Finished(
+            attempt_id=request.attempt_id,
+            seq=seq + 1,
+            reason=event.reason,
+            usage=usage,
+            timings=event.timings,
+        ),
+    ]
