@@ -32,7 +32,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry(msgspec.Struct):
     report: LoadReport | None = None
     uncounted: dict[int, Uncounted] = {}
-    suspect_since: float | None = None
+    is_suspect: bool = False
 
 
 class LoadBook:
@@ -59,9 +59,9 @@ class LoadBook:
         if worker in self._entries:
             self._entries[worker].uncounted.pop(number, None)
 
-    def suspect(self, worker: WorkerId, now: float) -> None:
+    def suspect(self, worker: WorkerId) -> None:
         """The worker let a hop's second pass in silence: avoid it until it reports again."""
-        self._entries.setdefault(worker, _Entry()).suspect_since = now
+        self._entries.setdefault(worker, _Entry()).is_suspect = True
 
     def report(self, report: LoadReport) -> None:
         """Take a worker's report; one of an older epoch than its last is dropped, a newer one starts afresh."""
@@ -69,7 +69,7 @@ class LoadBook:
         if entry.report is not None and report.epoch < entry.report.epoch:
             return
         entry.report = report
-        entry.suspect_since = None
+        entry.is_suspect = False
         counted = self._counted(entry)
         entry.uncounted = {number: one for number, one in entry.uncounted.items() if number > counted}
 
@@ -87,7 +87,7 @@ class LoadBook:
             waiting=len(fresh) + (report.waiting if report else 0),
             queued_tokens=sum(one.num_tokens for one in fresh) + (report.queued_prefill_tokens if report else 0),
             kv_used=report.kv_blocks_used / max(report.kv_blocks_total, 1) if report else 0.0,
-            is_suspect=entry.suspect_since is not None,
+            is_suspect=entry.is_suspect,
         )
 
     def _counted(self, entry: _Entry) -> int:

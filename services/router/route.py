@@ -63,7 +63,9 @@ class AbortAsked(msgspec.Struct, frozen=True):
     error: ErrorRecord | None = None
 
 
-class DeadlinePassed(msgspec.Struct, frozen=True):
+class RequestFailed(msgspec.Struct, frozen=True):
+    """A deadline passed, or the router itself failed on the request."""
+
     error: ErrorRecord
 
 
@@ -81,7 +83,7 @@ Event = (
     | PrefillEnded
     | PrefillFailed
     | AbortAsked
-    | DeadlinePassed
+    | RequestFailed
     | WorkerLeft
 )
 
@@ -123,15 +125,17 @@ class _Leg(msgspec.Struct):
 
 
 class Route:
-    """One attempt's route. `handoff` None: aggregated."""
+    """One attempt's route. `handoff` None: aggregated. It outlives its request, so it keeps none of the prompt."""
 
     def __init__(self, request: GenerateRequest, handoff: Handoff | None) -> None:
-        self.request = request
+        self.attempt_id = request.attempt_id
         self.handoff = handoff
+        self._num_prompt_tokens = len(request.token_ids)
+        self._num_resumed = len(request.resume)
+        self._deadlines = request.deadlines
         self.stage: Stage = "routing"
         self._prefill = _Leg(name="prefill")
         self._decode = _Leg(name="decode")
-        self._legs: dict[Leg, _Leg] = {"prefill": self._prefill, "decode": self._decode}
         self._params: DisaggregatedParams | None = None
         self._timings = Timings()
         self._is_computed = False
@@ -150,17 +154,17 @@ class Route:
         """Take an event; return what to do, in order."""
         match event:
             case LegSent(leg, worker, params):
-                self._legs[leg].worker = worker
+                self._leg(leg).worker = worker
                 return self._params_known(params)
             case LegAccepted():
                 return self._on_accepted(event)
             case LegBusy(leg):
-                return self._on_busy(self._legs[leg])
+                return self._on_busy(self._leg(leg))
             case LegRefused(leg, error):
-                self._legs[leg].state = "over"
+                self._leg(leg).state = "over"
                 return self._fail(error)
             case LegSilent(leg):
-                return self._on_silent(self._legs[leg])
+                return self._on_silent(self._leg(leg))
             case PrefillDone():
                 return self._on_done(event)
             case PrefillEnded():
@@ -170,7 +174,7 @@ class Route:
                 return self._fail(error)
             case AbortAsked():
                 return self._on_abort(event)
-            case DeadlinePassed(error):
+            case RequestFailed(error):
                 return self._fail(error) if self.stage == "routing" else []
             case WorkerLeft(worker):
                 return self._on_left(worker)
@@ -180,13 +184,13 @@ class Route:
         if self.stage != "routing":
             return None
         if self._is_computed:
-            return earliest(self.request.deadlines, ("transfer", "first_token", "total"), "decode")
+            return earliest(self._deadlines, ("transfer", "first_token", "total"), "decode")
         if self._prefill.state == "held":
-            return earliest(self.request.deadlines, ("prefill", "first_token", "total"), "prefill")
-        return earliest(self.request.deadlines, ("queue", "first_token", "total"), "queue")
+            return earliest(self._deadlines, ("prefill", "first_token", "total"), "prefill")
+        return earliest(self._deadlines, ("queue", "first_token", "total"), "queue")
 
     def _on_accepted(self, event: LegAccepted) -> list[Instruction]:
-        leg = self._legs[event.leg]
+        leg = self._leg(event.leg)
         leg.worker = event.worker
         if leg.state == "asked":
             leg.state = "held"
@@ -229,7 +233,8 @@ class Route:
         if self.stage != "routing" or self._decode.state != "idle":
             return []  # in a rendezvous decode ends the request
         self.stage = "ended"
-        return [Say(completion(self.request, event))]
+        frames = completion(event, num_prompt_tokens=self._num_prompt_tokens, num_resumed=self._num_resumed)
+        return [Say(frames)]
 
     def _on_abort(self, event: AbortAsked) -> list[Instruction]:
         if self.stage == "routing" and event.error is not None:
@@ -281,32 +286,30 @@ class Route:
         if self.stage == "ended":
             return []
         self.stage = "ended"
-        failed = Failed(attempt_id=self.request.attempt_id, seq=len(self.request.resume), error=record)
+        failed = Failed(attempt_id=self.attempt_id, seq=self._num_resumed, error=record)
         return [Say([failed]), *self._abort_legs(record.message, None)]
+
+    def _leg(self, name: Leg) -> _Leg:
+        return self._prefill if name == "prefill" else self._decode
 
     def _abort_legs(self, reason: str, error: ErrorRecord | None) -> list[Instruction]:
         legs = [leg for leg in (self._prefill, self._decode) if leg.state in ("asked", "held")]
         return [AbortLeg(leg=leg.name, reason=reason, error=error if leg is self._decode else None) for leg in legs]
 
 
-def completion(request: GenerateRequest, event: PrefillEnded) -> list[Frame]:
+def completion(event: PrefillEnded, *, num_prompt_tokens: int, num_resumed: int) -> list[Frame]:
     """Return the frames of a request that its first token ended."""
-    seq = len(request.resume)
     usage = Usage(
-        prompt_tokens=len(request.token_ids),
-        completion_tokens=seq + 1,
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_resumed + 1,
         cached_tokens=event.num_cached_tokens,
     )
+    logprobs = None if event.logprobs is None else (event.logprobs,)
     return [
-        Tokens(
-            attempt_id=request.attempt_id,
-            seq=seq,
-            token_ids=(event.token_id,),
-            logprobs=None if event.logprobs is None else (event.logprobs,),
-        ),
+        Tokens(attempt_id=event.attempt_id, seq=num_resumed, token_ids=(event.token_id,), logprobs=logprobs),
         Finished(
-            attempt_id=request.attempt_id,
-            seq=seq + 1,
+            attempt_id=event.attempt_id,
+            seq=num_resumed + 1,
             reason=event.reason,
             usage=usage,
             timings=event.timings,

@@ -1,0 +1,127 @@
+"""Who may serve: live, ready, compatible, not full; and the policies over them."""
+
+from collections import Counter
+
+import pytest
+
+from schemas.errors import CapacityError, UnavailableError
+from schemas.ids import Epoch, WorkerId
+from schemas.worker import RuntimeConfig
+from services.router.candidates import Candidate, decode_partners, find_path, incompatibilities
+from services.router.loads import LoadBook, WorkerLoad
+from services.router.policies import Picker
+from tests.router.conftest import MakeConfig
+
+IDLE = WorkerLoad(requests=0, waiting=0, queued_tokens=0, kv_used=0.0, is_suspect=False)
+
+
+def idle(config: RuntimeConfig) -> WorkerLoad:
+    return IDLE
+
+
+def full(*workers: str) -> "dict[str, WorkerLoad]":
+    return {
+        worker: WorkerLoad(requests=9, waiting=9, queued_tokens=0, kv_used=1.0, is_suspect=False) for worker in workers
+    }
+
+
+def first(configs: list[RuntimeConfig], *, is_strict: bool = False) -> tuple[str | None, list[str]]:
+    path = find_path(configs, idle, is_strict=is_strict)
+    return path.handoff, [str(one.config.worker_id) for one in path.first]
+
+
+def test_a_pair_is_served_disaggregated(make_config: MakeConfig) -> None:
+    pair = [make_config("p", "prefill", handoff="rendezvous"), make_config("d", "decode", handoff="rendezvous")]
+    assert first(pair) == ("rendezvous", ["p"])
+
+
+def test_without_a_prefill_worker_decode_and_both_serve_aggregated(make_config: MakeConfig) -> None:
+    assert first([make_config("d", "decode"), make_config("b", "both")]) == (None, ["b", "d"])
+
+
+def test_a_draining_prefill_worker_is_no_prefill_worker(make_config: MakeConfig) -> None:
+    assert first([make_config("p", "prefill", state="draining"), make_config("d", "decode")]) == (None, ["d"])
+
+
+@pytest.mark.parametrize("by", ["router", "worker"])
+def test_strict_without_a_prefill_worker_is_unavailable(make_config: MakeConfig, by: str) -> None:
+    with pytest.raises(UnavailableError, match="only decode"):
+        first([make_config("d", "decode", is_strict=by == "worker")], is_strict=by == "router")
+
+
+def test_strict_still_serves_by_workers_of_both_roles(make_config: MakeConfig) -> None:
+    assert first([make_config("d", "decode"), make_config("b", "both")], is_strict=True) == (None, ["b"])
+
+
+def test_a_prefill_worker_alone_is_unavailable(make_config: MakeConfig) -> None:
+    with pytest.raises(UnavailableError, match="only prefill"):
+        first([make_config("p", "prefill")])
+
+
+def test_workers_of_other_weights_are_never_paired(make_config: MakeConfig) -> None:
+    configs = [make_config("p", "prefill"), make_config("d", "decode", compat="c2", model_digest="d2")]
+    assert first(configs) == (None, ["d"])
+    assert decode_partners(configs, idle, "c1") == []
+    reasons = incompatibilities(configs)
+    assert len(reasons) == 2
+    assert all("differs in model digest" in reason for reason in reasons)
+
+
+def test_a_compatible_fleet_has_no_reasons(make_config: MakeConfig) -> None:
+    assert incompatibilities([make_config("p", "prefill"), make_config("d", "decode"), make_config("b", "both")]) == []
+
+
+def test_a_full_pair_is_429_and_never_falls_back_on_decode(make_config: MakeConfig) -> None:
+    configs = [make_config("p", "prefill", max_waiting=9), make_config("d", "decode", max_waiting=9)]
+    for busy in ("p", "d"):
+        loads = full(busy)
+        with pytest.raises(CapacityError) as caught:
+            find_path(configs, lambda config: loads.get(config.worker_id, IDLE), is_strict=False)  # noqa: B023
+        assert (caught.value.http_status, caught.value.retry_after_s) == (429, 1.0)
+
+
+def test_a_full_pair_leaves_the_request_to_workers_of_both_roles(make_config: MakeConfig) -> None:
+    configs = [make_config("p", "prefill", max_waiting=9), make_config("d", "decode"), make_config("b", "both")]
+    path = find_path(configs, lambda config: full("p").get(config.worker_id, IDLE), is_strict=False)
+    assert (path.handoff, [one.config.worker_id for one in path.first]) == (None, ["b"])
+
+
+def test_a_pair_in_another_group_takes_over_from_a_full_one(make_config: MakeConfig) -> None:
+    configs = [
+        make_config(f"{role[0]}{compat}", role, compat=compat, max_waiting=9)
+        for compat in ("c1", "c2")
+        for role in ("prefill", "decode")
+    ]  # type: ignore[arg-type]
+    path = find_path(configs, lambda config: full("dc1").get(config.worker_id, IDLE), is_strict=False)
+    assert [one.config.worker_id for one in path.first] == ["pc2"]
+
+
+def candidates(make_config: MakeConfig, book: LoadBook, names: list[str]) -> list[Candidate]:
+    return [Candidate(config=make_config(name, "prefill"), load=book.load(WorkerId(name), 0.0)) for name in names]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "queue", "least_loaded"])
+def test_eight_prompts_at_once_give_four_idle_workers_two_each(make_config: MakeConfig, policy: str) -> None:
+    book, picker = LoadBook(Epoch(1)), Picker(policy)  # type: ignore[arg-type]
+    picked: Counter[str] = Counter()
+    for _ in range(8):
+        chosen = picker.pick("prefill", candidates(make_config, book, ["a", "b", "c", "d"]))
+        book.add(chosen.config.worker_id, book.next_number(), 1000, now=0.0)
+        picked[chosen.config.worker_id] += 1
+    assert picked == dict.fromkeys("abcd", 2)
+
+
+def test_least_loaded_prefers_the_shortest_prefill_queue(make_config: MakeConfig) -> None:
+    book, picker = LoadBook(Epoch(1)), Picker("least_loaded")
+    book.add(WorkerId("a"), book.next_number(), 4000, now=0.0)
+    for _ in range(3):
+        chosen = picker.pick("prefill", candidates(make_config, book, ["a", "b"]))
+        book.add(chosen.config.worker_id, book.next_number(), 100, now=0.0)
+        assert chosen.config.worker_id == "b"
+
+
+def test_a_worker_that_joins_gets_the_next_turn(make_config: MakeConfig) -> None:
+    book, picker = LoadBook(Epoch(1)), Picker("round_robin")
+    for _ in range(4):
+        picker.pick("prefill", candidates(make_config, book, ["a", "b"]))
+    assert picker.pick("prefill", candidates(make_config, book, ["a", "b", "new"])).config.worker_id == "new"
