@@ -2,6 +2,7 @@
 
 BuswayError
 ├── RequestError           400  never retried
+│   ├── ContextOverflowError   400  prompt and answer don't fit the model's context
 │   ├── ModelNotFoundError     404
 │   └── RequestTooLargeError   413
 ├── CapacityError          429  try later (retry_after_s)
@@ -78,6 +79,12 @@ class BuswayError(Exception):
 class RequestError(BuswayError):
     code = "invalid_request"
     http_status = 400
+
+
+class ContextOverflowError(RequestError):
+    """`code` is OpenAI's, which clients look for when they shorten a conversation."""
+
+    code = "context_length_exceeded"
 
 
 class ModelNotFoundError(RequestError):
