@@ -1,0 +1,49 @@
+# Few words: serve, demo, test, check, bench. Each makes .venv first, when it is missing or pyproject.toml is newer.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# PyTorch's own index has the CPU build; it is asked only where no NVIDIA GPU is seen and pip's own sources lack it.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+ARGS ?=
+
+.PHONY: serve demo test slow check bench install clean
+
+serve: $(STAMP)
+	@exec $(BIN)/busway serve $(ARGS)
+
+demo: $(STAMP)
+	@exec $(BIN)/busway demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+
+slow: $(STAMP)
+	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m deploy.bench $(ARGS)
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml deploy/constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "busway needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+ifeq ($(HAS_GPU),yes)
+	$(BIN)/pip install --quiet --editable '.[torch,dev]'
+else
+	@# First torch, alone, from a CPU build; what comes after finds it there and leaves it.
+	$(BIN)/pip install --quiet 'torch==2.13.0+cpu' || \
+	    $(BIN)/pip install --quiet --index-url $(TORCH_CPU_INDEX) --constraint deploy/constraints-cpu.txt torch
+	$(BIN)/pip install --quiet --constraint deploy/constraints-cpu.txt --editable '.[torch,dev]'
+endif
+	@touch $(STAMP)
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

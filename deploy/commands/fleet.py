@@ -1,0 +1,86 @@
+"""`busway status` and `busway drain`: looking at the fleet, and sending a worker home."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from deploy.commands import options
+from deploy.commands.options import settle, shared
+
+if TYPE_CHECKING:
+    from bus.connection import Bus
+    from deploy.fleet import FleetStatus
+
+T = TypeVar("T")
+
+
+def status(
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    nats_url: options.NatsUrl = None,
+    namespace: options.Namespace = None,
+    config: options.ConfigFile = None,
+) -> None:
+    """Show the fleet: workers with their load, routers, gateways, and pairs that can't work together."""
+
+    async def read(bus: "Bus") -> "FleetStatus":
+        from deploy.fleet import read_fleet
+
+        return await read_fleet(bus)
+
+    fleet = on_bus(read, nats_url, namespace, config)
+    if json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(fleet)).decode())
+    else:
+        from deploy.fleet_table import print_fleet
+
+        print_fleet(fleet)
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(help="The worker's id, as `busway status` shows it.")],
+    grace: Annotated[float | None, typer.Option("--grace", min=0.0, help="Seconds; default: the worker's own.")] = None,
+    nats_url: options.NatsUrl = None,
+    namespace: options.Namespace = None,
+    config: options.ConfigFile = None,
+) -> None:
+    """Let a worker finish what it has, take nothing new and leave; returns when it is safe to stop it."""
+
+    async def send(bus: "Bus") -> None:
+        from deploy.draining import drain_worker
+
+        await drain_worker(bus, worker, grace_s=grace)
+
+    on_bus(send, nats_url, namespace, config)
+    print(f"{worker} is drained")
+
+
+def on_bus(
+    action: "Callable[[Bus], Awaitable[T]]", nats_url: str | None, namespace: str | None, config: Path | None
+) -> T:
+    """Return what `action` makes of a connection to the fleet's NATS; BuswayErrors become the command's message."""
+    resolved = settle(config, shared(nats_url=nats_url, namespace=namespace))
+    nats = resolved.settings.nats
+    from deploy.errors import CommandError, UsageError
+
+    if not nats.url:
+        raise UsageError("no running stack found here: give --nats-url or BUSWAY_NATS_URL, or run `busway serve`")
+    import secrets
+
+    import uvloop
+
+    from bus.connection import Bus
+    from schemas.errors import BuswayError
+
+    async def connected() -> T:
+        me = f"cli-{secrets.token_hex(4)}"
+        async with Bus.connect(nats.url, name=me, client_id=me, namespace=nats.namespace) as bus:
+            return await action(bus)
+
+    try:
+        return uvloop.run(connected())
+    except BuswayError as error:
+        raise CommandError(error.message) from error
