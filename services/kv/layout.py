@@ -10,7 +10,11 @@ import msgspec
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of one rank's pool, number of blocks aside. `num_kv_heads` are this rank's."""
+    """The shape of one rank's pool, number of blocks aside. `num_kv_heads` are this rank's.
+
+    `total_kv_heads` are the model's, 0 for tp_size x num_kv_heads; it tells replicated heads (tp_size above the
+    model's number) from more heads.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -20,11 +24,17 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     itemsize_bytes: int
     tp_size: int = 1
     tp_rank: int = 0
+    total_kv_heads: int = 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one row: contiguous."""
+        return self.block_size * self.head_dim * self.itemsize_bytes
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one (layer, k or v, block): contiguous."""
-        return self.num_kv_heads * self.block_size * self.head_dim * self.itemsize_bytes
+        return self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Moving KV blocks between processes: the small face that NIXL and shared memory both show.
 
 All methods block and are called from one transfer thread (services.kv.mover), never from the event loop or the
-engine's thread. Nothing here knows requests, leases or the bus.
+engine's thread; `allocate_host` may be called from any. Nothing here knows requests, leases or the bus.
 """
 
 from typing import Literal, NewType, Protocol
@@ -9,6 +9,7 @@ from typing import Literal, NewType, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from schemas.errors import KvTransferFailedError
 from services.kv.layout import KvRegion
 
 BlockIds = npt.NDArray[np.int64]
@@ -39,8 +40,13 @@ class KvTransfer(Protocol):
         """
         ...
 
+    def warm(self, name: str) -> TransferHandle | None:
+        """Start a first tiny transfer that touches no pool of ours, so that set-up is paid before a request needs
+        it; polled like any other. None where there is nothing to warm."""
+        ...
+
     def remove_peer(self, name: str) -> None:
-        """Forget a peer; idempotent."""
+        """Forget a peer; idempotent. Transfers under way with it go on until they are terminal."""
         ...
 
     def post(self, direction: Direction, peer: str, local: BlockIds, remote: BlockIds) -> TransferHandle:
@@ -58,3 +64,12 @@ class KvTransfer(Protocol):
     def close(self) -> None:
         """Stop serving. Registered memory is left alone (freeing it kills peers in a tcp transfer)."""
         ...
+
+
+def check_block_ids(local: BlockIds, remote: BlockIds, *, num_local: int, num_remote: int) -> None:
+    """Raise KvTransferFailedError unless both lists pair up and lie within their pools."""
+    if local.shape != remote.shape or local.ndim != 1:
+        raise KvTransferFailedError(f"{local.shape} local blocks for {remote.shape} remote ones")
+    for side, ids, num_blocks in (("local", local, num_local), ("remote", remote, num_remote)):
+        if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
+            raise KvTransferFailedError(f"a {side} block is outside 0 … {num_blocks - 1}")
