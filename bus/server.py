@@ -104,7 +104,9 @@ class NatsServer:
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         try:
             await self.stop()
         finally:
@@ -115,7 +117,7 @@ class NatsServer:
         config = self._files / "nats.conf"
         config.touch(mode=0o600)
         config.write_text(self._config())
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: ASYNC220 (returns at once; a kill() must work without a loop)
             [find_binary(), "-c", config],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -129,7 +131,9 @@ class NatsServer:
         except BaseException as error:
             self._reap(signal.SIGKILL)
             if isinstance(error, TimeoutError):
-                raise BusUnavailableError(f"nats-server not ready in {START_TIMEOUT_S} s: {self._last_words()}") from None
+                raise BusUnavailableError(
+                    f"nats-server not ready in {START_TIMEOUT_S} s: {self._last_words()}"
+                ) from None
             raise
 
     async def stop(self) -> None:
@@ -139,7 +143,7 @@ class NatsServer:
         self._process.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                while self._process.poll() is None:
+                while self._process.poll() is None:  # noqa: ASYNC110 (a child has no event to wait for)
                     await asyncio.sleep(0.005)
         self._reap(signal.SIGKILL)
 

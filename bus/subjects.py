@@ -38,7 +38,9 @@ class SubjectRow(NamedTuple):
 SUBJECT_TABLE: tuple[SubjectRow, ...] = (
     SubjectRow("openai.{chat,completions}.{model}", "gateway", "gateway", "OpenAI JSON"),
     SubjectRow("requests.{model}", "router", "router", "GenerateRequest -> Ack"),
-    SubjectRow("prefill.{model}.{compat}", "prefill workers of a compatibility group", "prefill", "PrefillRequest -> Ack"),
+    SubjectRow(
+        "prefill.{model}.{compat}", "prefill workers of a compatibility group", "prefill", "PrefillRequest -> Ack"
+    ),
     SubjectRow("decode.{model}.{compat}", "decode workers of a compatibility group", "decode", "DecodeRequest -> Ack"),
     SubjectRow("worker.{worker_id}.{prefill,decode,abort,resend,load}", "that worker", "", "legs, Abort, Resend"),
     SubjectRow("router.{router_id}.abort", "that router", "", "Abort"),

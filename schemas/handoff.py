@@ -14,7 +14,7 @@ from schemas.message import Message
 
 Handoff = Literal["after_prefill", "rendezvous"]
 
-Room = Annotated[int, Meta(ge=1, lt=2**63)]
+Room = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class BootstrapEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -19,7 +19,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     function of (seed, position in the sequence), so that a request is reproducible under batching and on resume.
     """
 
-    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)]
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0

@@ -1,0 +1,381 @@
+"""One process's connection to the bus: publish, ask, serve, listen, and the tasks that live as long as it.
+
+The order of leaving matters (nats-py's drain waits for callbacks, not for the tasks they started): stop the
+subscriptions, wait for the calls, cancel what is left, send what is buffered, close. All of it bounded.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from types import UnionType
+from typing import Any, Self, TypeVar, overload
+
+from nats.aio.client import Client as NatsClient
+from nats.aio.subscription import Subscription
+from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error, MaxPayloadError, OutboundBufferLimitError
+from nats.js import JetStreamContext
+
+from bus.asks import Asks
+from bus.link import Link
+from bus.micro import announce
+from bus.serving import Answer, Call, Listener, Service, Serving
+from bus.subjects import INBOX_ROOT, INTERNAL_INBOX_ROOT, Subjects, check_subject, slug
+from schemas.errors import AckTimeoutError, BusError, BusUnavailableError, PayloadTooLargeError
+from schemas.message import Message, encode
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+MIB = 1024 * 1024
+CONNECT_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 3.0
+RECONNECT_WAIT_S = 0.1
+# Per subscription; beyond it nats-py drops the newest message (Link.noticed makes that visible).
+PENDING_MESSAGES_LIMIT = 64 * 1024
+PENDING_BYTES_LIMIT = 128 * MIB
+# What publish may buffer while disconnected, and before it waits for the socket.
+OUTBOUND_LIMIT_BYTES = 16 * MIB
+MAX_CONCURRENT_CALLS = 4096
+
+
+class Bus:
+    """A connection with its task group; made by `Bus.connect`. Everything started here ends with it."""
+
+    def __init__(
+        self,
+        nats_client: NatsClient,
+        link: Link,
+        tasks: asyncio.TaskGroup,
+        *,
+        client_id: str,
+        namespace: str,
+        inbox: str,
+    ) -> None:
+        self.client_id = client_id
+        self.subjects = Subjects(namespace)
+        self.inbox = inbox
+        self.link = link
+        self._nats = nats_client
+        self._tasks = tasks
+        self._spawned: set[asyncio.Task[None]] = set()
+        self._servings: list[Serving] = []
+        self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._asks = Asks(f"{inbox}.{secrets.token_hex(8)}")
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str,
+        client_id: str,
+        namespace: str = "busway",
+        is_internal: bool = True,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> AsyncIterator[Self]:
+        """Connect, and leave cleanly at the end of the block (at most about 3 s, whatever the server does).
+
+        `client_id` names the inbox and must be this connection's own. `is_internal=False` is for the server's
+        client user, who may not use internal inboxes. Raises BusUnavailableError when NATS doesn't let us in within
+        `timeout_s`, and out of the block when the connection is closed for good.
+        """
+        client_id = slug(client_id)
+        inbox = f"{INTERNAL_INBOX_ROOT if is_internal else INBOX_ROOT}.{client_id}"
+        link = Link(name)
+        client = await _connect(url, name, inbox, link, timeout_s)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                bus = cls(client, link, tasks, client_id=client_id, namespace=namespace, inbox=inbox)
+                guard = tasks.create_task(_fail_when_closed(link), name="bus guard")
+                try:
+                    await bus._start()
+                    yield bus
+                finally:
+                    guard.cancel()
+                    await bus._leave()
+        except BaseExceptionGroup as group:
+            # The body's own exception (or the guard's) comes out as it is.
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+        finally:
+            link.is_leaving = True
+            await _close(client)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The server's limit for one message, headers included."""
+        return int(self._nats.max_payload)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.link.is_up.is_set()
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages lost so far because a subscription's callbacks were too slow."""
+        return self.link.num_dropped
+
+    def jetstream(self, *, timeout_s: float = 2.0) -> JetStreamContext:
+        """Return a JetStream context, for the modules of this package."""
+        return self._nats.jetstream(timeout=timeout_s)
+
+    async def publish(self, subject: str, payload: bytes, *, reply: str = "") -> None:
+        """Send a message. While disconnected it is kept (16 MiB in all) and sent after the reconnect.
+
+        Raises PayloadTooLargeError with both numbers, BusUnavailableError when closed or the buffer is full, BusError
+        for wildcards and malformed subjects.
+        """
+        check_subject(subject)
+        client = self._nats
+        if len(payload) > client.max_payload:
+            raise PayloadTooLargeError(
+                f"message of {len(payload)} bytes exceeds NATS's limit of {client.max_payload} bytes"
+            )
+        try:
+            if client.pending_data_size + len(payload) < OUTBOUND_LIMIT_BYTES:
+                await client.publish(subject, payload, reply)
+            else:
+                await _publish_slowly(client, subject, payload, reply)
+        except OutboundBufferLimitError as error:
+            raise BusUnavailableError("no connection to NATS, and the outbound buffer is full") from error
+        except (ConnectionClosedError, ConnectionDrainingError) as error:
+            raise BusUnavailableError("the connection to NATS is closed") from error
+        except MaxPayloadError as error:
+            raise PayloadTooLargeError(f"message of {len(payload)} bytes exceeds NATS's limit") from error
+
+    @overload
+    async def ask(self, subject: str, message: Message | bytes, answer: type[T], *, timeout_s: float = ...) -> T: ...
+    @overload
+    async def ask(
+        self, subject: str, message: Message | bytes, answer: UnionType, *, timeout_s: float = ...
+    ) -> Any: ...
+    async def ask(self, subject: str, message: Message | bytes, answer: Any, *, timeout_s: float = 1.0) -> Any:
+        """Send a request and return its answer (one of `answer`, which may be a union; or bytes).
+
+        Waits for a lost connection within the same `timeout_s`. An ErrorRecord is raised as what it stands for, also
+        when the union names it. Raises NoRespondersError, AckTimeoutError, PayloadTooLargeError, BusUnavailableError.
+        A timed-out request may still be delivered: the receiver must know its deadline and dedupe.
+        """
+        payload = message if isinstance(message, bytes) else encode(message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.link.is_up.wait()
+                with self._asks.expect() as (reply, future):
+                    await self.publish(subject, payload, reply=reply)
+                    msg = await future
+        except TimeoutError:
+            if not self.is_connected:
+                raise BusUnavailableError(f"no connection to NATS within {timeout_s} s") from None
+            raise AckTimeoutError(f"no answer from {subject} within {timeout_s} s") from None
+        return self._asks.read(subject, msg, answer)
+
+    @overload
+    async def serve(
+        self,
+        subject: str,
+        expected: type[M],
+        handler: Callable[[M, Call], Awaitable[Answer | None]],
+        *,
+        queue: str = "",
+        max_concurrent_calls: int = ...,
+    ) -> Serving: ...
+    @overload
+    async def serve(
+        self,
+        subject: str,
+        expected: UnionType,
+        handler: Callable[[Any, Call], Awaitable[Answer | None]],
+        *,
+        queue: str = "",
+        max_concurrent_calls: int = ...,
+    ) -> Serving: ...
+    async def serve(
+        self,
+        subject: str,
+        expected: Any,
+        handler: Callable[[Any, Call], Awaitable[Answer | None]],
+        *,
+        queue: str = "",
+        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
+    ) -> Serving:
+        """Answer calls on a subject, each in its own task; `expected` may be a union, or bytes for raw payloads.
+
+        What the handler returns is the answer (None: none, or it has used call.respond). A BuswayError becomes an
+        ErrorRecord answer, any other exception is logged and becomes one too, so does a message that can't be
+        decoded. Beyond `max_concurrent_calls` callers get CapacityError at once. On return the subscription is live.
+        """
+        service = Service(self, subject, expected, handler, max_concurrent_calls)
+        service.attach(await self._subscribe(subject, queue, service.on_message))
+        self._servings.append(service)
+        return service
+
+    async def listen(
+        self,
+        subject: str,
+        callback: Callable[[str, bytes], None],
+        *,
+        queue: str = "",
+        on_drop: Callable[[], None] | None = None,
+    ) -> Serving:
+        """Hand every message on a subject (wildcards allowed) to `callback(subject, payload)`, in order.
+
+        The callback's exceptions are logged and nothing else. `on_drop` is called for each message lost because
+        the callback was too slow. On return the subscription is live.
+        """
+        listener = Listener(self, subject, callback)
+        subscription = await self._subscribe(subject, queue, listener.on_message)
+        if on_drop is not None:
+            self.link.on_drop[id(subscription)] = on_drop
+        listener.attach(subscription)
+        self._servings.append(listener)
+        return listener
+
+    def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run a coroutine in the bus's task group; an exception it lets out is logged. Cancelled on leaving."""
+        task = self._tasks.create_task(_logged(coro, name), name=name)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+        """Call `callback` in a task of its own after each reconnect; return a function that takes it back."""
+        self._reconnect_callbacks.append(callback)
+        return lambda: self._reconnect_callbacks.remove(callback)
+
+    async def announce(self, service: str, version: str, metadata: dict[str, str] | None = None) -> None:
+        """Answer the NATS micro protocol ($SRV.PING, INFO, STATS) as `busway-{service}`, for `nats micro ls`."""
+        await announce(self._nats, service, version, {"id": self.client_id, **(metadata or {})})
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Return when the server has taken all that was sent before: an echo to ourselves, at most 1 s.
+
+        nats-py's flush can't be used for this: it overtakes queued SUB and PUB lines, and cancelling it kills the
+        read loop when the PONG comes.
+        """
+        with contextlib.suppress(BusError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                with self._asks.expect() as (reply, future):
+                    await self.publish(reply, b"")
+                    await future
+
+    def forget(self, serving: Serving, subscription: Subscription) -> None:
+        """Drop a serving that stops, for bus.serving."""
+        self._servings.remove(serving)
+        self.link.on_drop.pop(id(subscription), None)
+
+    async def drain_subscription(self, subscription: Subscription) -> None:
+        """End interest and wait until received messages have been handed out, for bus.serving."""
+        if not self.is_connected:
+            with contextlib.suppress(Error):
+                await subscription.unsubscribe()
+            return
+        # In a task of its own: cancelling nats-py's drain in the middle of its flush kills the read loop.
+        drained = self.spawn(_drain(subscription), f"drain {subscription.subject}")
+        await asyncio.wait({drained}, timeout=LEAVE_TIMEOUT_S)
+
+    async def _start(self) -> None:
+        self.link.came_back = self._came_back
+        await self._nats.subscribe(f"{self.inbox}.*", cb=self._asks.on_message)
+        await self.settle()
+
+    async def _subscribe(self, subject: str, queue: str, callback: Callable[..., Awaitable[None]]) -> Subscription:
+        try:
+            subscription = await self._nats.subscribe(
+                subject,
+                queue,
+                cb=callback,
+                pending_msgs_limit=PENDING_MESSAGES_LIMIT,
+                pending_bytes_limit=PENDING_BYTES_LIMIT,
+            )
+        except Error as error:
+            raise BusUnavailableError(f"can't subscribe to {subject}: {error}") from error
+        await self.settle()
+        return subscription
+
+    def _came_back(self) -> None:
+        for callback in list(self._reconnect_callbacks):
+            self.spawn(_call(callback), "reconnect callback")
+
+    async def _leave(self) -> None:
+        self.link.came_back = _ignore
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                for serving in list(self._servings):
+                    await serving.stop()
+                    await serving.wait_idle()
+        for task in self._spawned:
+            task.cancel()
+
+
+def _ignore() -> None:
+    """A reconnect while leaving is nobody's business."""
+
+
+async def _connect(url: str, name: str, inbox: str, link: Link, timeout_s: float) -> NatsClient:
+    client = NatsClient()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.connect(
+                url,
+                name=name,
+                inbox_prefix=inbox,
+                error_cb=link.noticed,
+                disconnected_cb=link.disconnected,
+                reconnected_cb=link.reconnected,
+                closed_cb=link.closed,
+                allow_reconnect=False,  # a refused login is final; a refused connection is tried again regardless
+                reconnect_time_wait=RECONNECT_WAIT_S,
+                max_reconnect_attempts=-1,
+                ping_interval=10,
+                pending_size=OUTBOUND_LIMIT_BYTES,
+            )
+    except TimeoutError:
+        raise BusUnavailableError(f"no connection to NATS within {timeout_s} s: {link.last_error}") from None
+    except (Error, OSError) as error:
+        raise BusUnavailableError(f"NATS refused the connection: {error}") from error
+    client.options["allow_reconnect"] = True
+    await link.connected()
+    return client
+
+
+async def _close(client: NatsClient) -> None:
+    with contextlib.suppress(TimeoutError, Error, OSError):
+        async with asyncio.timeout(LEAVE_TIMEOUT_S):
+            await client.close()
+
+
+async def _fail_when_closed(link: Link) -> None:
+    await link.is_closed.wait()
+    raise BusUnavailableError(f"the connection to NATS was closed for good: {link.last_error}")
+
+
+async def _publish_slowly(client: NatsClient, subject: str, payload: bytes, reply: str) -> None:
+    # With the buffer full nats-py waits for the socket, and swallows a cancellation that comes meanwhile.
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    await client.publish(subject, payload, reply)
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
+async def _drain(subscription: Subscription) -> None:
+    with contextlib.suppress(Error):
+        await subscription.drain()
+
+
+async def _logged(coro: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await coro
+    except Exception:
+        logger.exception("%s failed", name)
+
+
+async def _call(callback: Callable[[], Awaitable[None]]) -> None:
+    await callback()
