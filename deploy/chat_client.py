@@ -42,13 +42,36 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
+class Phases(msgspec.Struct, frozen=True):
+    """Where a request's time went, in seconds, and the KV bytes that moved; as services.gateway.phases says."""
+
+    gateway_s: float
+    route_s: float
+    prefill_queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_queue_s: float
+    other_s: float
+    first_token_s: float
+    decode_s: float
+    total_s: float
+    kv_bytes: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+
+
 class Answer(msgspec.Struct, frozen=True):
-    """A chat completion or a chunk of one, as far as the command line shows it. `busway` holds the timings."""
+    """A chat completion or a chunk of one, as far as the command line shows it. `busway` comes when asked for."""
 
     choices: list[Choice] = []
     error: ErrorBody | None = None
-    usage: dict[str, object] | None = None
-    busway: dict[str, object] | None = None
+    usage: Usage | None = None
+    busway: Phases | None = None
 
 
 class ModelEntry(msgspec.Struct, frozen=True):

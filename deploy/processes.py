@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+IS_LINUX: bool = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,7 +25,7 @@ def start_time_of(pid: int) -> int:
 
 def is_same_process(pid: int, start_time: int) -> bool:
     """Return whether the process that had this pid and start time is alive."""
-    if sys.platform == "linux":
+    if IS_LINUX:
         return start_time != 0 and start_time_of(pid) == start_time
     try:
         os.kill(pid, 0)
@@ -41,7 +42,7 @@ def die_with_parent(parent_pid: int) -> None:
     SIGKILL, not SIGTERM: a launcher that ends without stopping its children took NATS with it, so there is
     nothing left to drain into. Exits at once when the parent is gone already.
     """
-    if sys.platform != "linux":
+    if not IS_LINUX:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
