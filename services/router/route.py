@@ -12,13 +12,14 @@ from typing import Literal
 
 import msgspec
 
+from bus.deadlines import Due, next_due
+from bus.deadlines import Stage as RequestStage
 from schemas.errors import BuswayError, ErrorRecord, WorkerError, WorkerLostError
 from schemas.frames import Failed, Finished, Frame, Timings, Tokens, Usage
 from schemas.handoff import DisaggregatedParams, Handoff
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import Epoch, WorkerId
 from schemas.request import GenerateRequest
-from services.deadlines import Due, earliest
 from services.router.policies import Leg
 
 
@@ -183,11 +184,12 @@ class Route:
         """Return the deadline that the router watches now; None once decode holds the request."""
         if self.stage != "routing":
             return None
+        stage: RequestStage = "accepted"
         if self._is_computed:
-            return earliest(self._deadlines, ("transfer", "first_token", "total"), "decode")
-        if self._prefill.state == "held":
-            return earliest(self._deadlines, ("prefill", "first_token", "total"), "prefill")
-        return earliest(self._deadlines, ("queue", "first_token", "total"), "queue")
+            stage = "decoding"
+        elif self._prefill.state == "held":
+            stage = "prefilling"
+        return next_due(self._deadlines, stage)
 
     def _on_accepted(self, event: LegAccepted) -> list[Instruction]:
         leg = self._leg(event.leg)

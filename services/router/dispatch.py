@@ -1,0 +1,161 @@
+"""From an instruction to a message on the way: chooses the worker (or its queue group), numbers the dispatch, counts
+its load. Step 2 of the walk; sends nothing itself.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from bus.subjects import Subjects
+from schemas.errors import CapacityError
+from schemas.handoff import BootstrapEndpoint, BootstrapInfo
+from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
+from schemas.ids import Epoch, WorkerId, new_room
+from schemas.request import GenerateRequest
+from schemas.worker import RuntimeConfig
+from services.router.candidates import RETRY_AFTER_S, Candidate, Path, decode_partners, find_path
+from services.router.loads import LoadBook, WorkerLoad
+from services.router.policies import Leg, Picker
+from services.router.route import Ask
+
+
+class Workers(Protocol):
+    """Where the live workers come from: bus.discovery.Fleet."""
+
+    @property
+    def workers(self) -> dict[WorkerId, RuntimeConfig]: ...
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """A leg ready to be sent. `worker` is None for a queue group; `config` is who (or whose group) it goes to."""
+
+    leg: Leg
+    subject: str
+    message: PrefillRequest | DecodeRequest
+    config: RuntimeConfig
+    worker: WorkerId | None
+    number: int
+    num_tokens: int
+
+
+class Dispatcher:
+    """Chooses who gets a leg, by policy over the live fleet and its loads."""
+
+    def __init__(
+        self,
+        subjects: Subjects,
+        workers: Workers,
+        picker: Picker,
+        book: LoadBook,
+        *,
+        router: str,
+        epoch: Epoch,
+        is_strict: bool,
+        result_subject: str,
+    ) -> None:
+        self.book = book
+        self.picker = picker
+        self._subjects = subjects
+        self._fleet = workers
+        self._router = router
+        self._epoch = epoch
+        self._is_strict = is_strict
+        self._result_subject = result_subject
+
+    def path(self, model: str) -> Path:
+        """Return who can take a new request's first leg; raises UnavailableError or CapacityError."""
+        return find_path(self._of_model(model), self._load_of, is_strict=self._is_strict)
+
+    def choose(self, ask: Ask, request: GenerateRequest, path: Path, *, tried: set[WorkerId], compat: str) -> Hop:
+        """Return the leg's next hop; `compat` is the prefill worker's, "" for a first leg.
+
+        Raises CapacityError when everyone is full or was tried, UnavailableError when the path is gone.
+        """
+        if compat:
+            candidates: Iterable[Candidate] = decode_partners(self._of_model(request.model), self._load_of, compat)
+        else:
+            now = self.path(request.model)
+            candidates = now.first if now.handoff == path.handoff else ()
+        left = [one for one in candidates if one.config.worker_id not in tried]
+        if not left:
+            raise CapacityError(f"no {ask.leg} worker has room", phase="queue", retry_after_s=RETRY_AFTER_S)
+        return self._hop(ask, request, path, self.picker.pick(ask.leg, left).config)
+
+    def members(self, config: RuntimeConfig) -> list[WorkerId]:
+        """Return everyone in the queue group that `config` belongs to."""
+        return [
+            one.worker_id
+            for one in self._of_model(config.model)
+            if one.role == config.role and one.compat == config.compat
+        ]
+
+    def sent(self, hop: Hop) -> None:
+        """Count a hop to a chosen worker from its sending on."""
+        if hop.worker is not None:
+            self.book.add(hop.worker, hop.number, hop.num_tokens, time.monotonic())
+
+    def accepted(self, hop: Hop, by: WorkerId) -> None:
+        """Count a hop to a queue group once it is known who got it."""
+        if hop.worker is None:
+            self.book.add(by, hop.number, hop.num_tokens, time.monotonic())
+
+    def not_held(self, hop: Hop, *, is_silent: bool = False) -> None:
+        """Give a hop's load back; a silent worker is avoided until it reports again."""
+        if hop.worker is not None:
+            self.book.give_back(hop.worker, hop.number)
+            if is_silent:
+                self.book.suspect(hop.worker)
+
+    def _hop(self, ask: Ask, request: GenerateRequest, path: Path, config: RuntimeConfig) -> Hop:
+        number = self.book.next_number()
+        dispatch = Dispatch(router=self._router, epoch=self._epoch, number=number)
+        worker = None if self.picker.is_group else config.worker_id
+        message: PrefillRequest | DecodeRequest
+        if ask.leg == "prefill":
+            message = PrefillRequest(
+                request=request,
+                dispatch=dispatch,
+                result_subject=self._result_subject,
+                bootstrap=_bootstrap(config) if path.handoff == "rendezvous" and worker is not None else None,
+            )
+        else:
+            message = DecodeRequest(
+                request=request,
+                dispatch=dispatch,
+                params=ask.params,
+                prefill_worker=ask.prefill_worker,
+                prefill_timings=ask.prefill_timings,
+            )
+        return Hop(
+            leg=ask.leg,
+            subject=self._subject(ask.leg, config, worker),
+            message=message,
+            config=config,
+            worker=worker,
+            number=number,
+            num_tokens=len(request.token_ids) if ask.leg == "prefill" or ask.params is None else 0,
+        )
+
+    def _subject(self, leg: Leg, config: RuntimeConfig, worker: WorkerId | None) -> str:
+        if worker is not None:
+            return self._subjects.worker(worker, leg)
+        group = self._subjects.prefill if leg == "prefill" else self._subjects.decode
+        return group(config.model, config.compat)
+
+    def _of_model(self, model: str) -> list[RuntimeConfig]:
+        return [config for config in self._fleet.workers.values() if config.model == model]
+
+    def _load_of(self, config: RuntimeConfig) -> WorkerLoad:
+        return self.book.load(config.worker_id, time.monotonic())
+
+
+def _bootstrap(config: RuntimeConfig) -> BootstrapInfo:
+    """Make a fresh room at a prefill worker."""
+    return BootstrapInfo(
+        prefill_worker=config.worker_id,
+        epoch=config.epoch,
+        room=new_room(),
+        endpoint=config.bootstrap or BootstrapEndpoint(),
+    )

@@ -1,0 +1,84 @@
+"""What the router makes of changes in the fleet: which models to listen for, whose load and requests are gone, and
+why workers that look alike are not paired.
+"""
+
+import asyncio
+import logging
+from typing import Literal
+
+from bus.connection import Bus
+from bus.discovery import Fleet
+from bus.serving import Serving
+from schemas.ids import Epoch, WorkerId
+from schemas.request import GenerateRequest
+from schemas.worker import Record, RuntimeConfig
+from services.router.candidates import incompatibilities
+from services.router.router import PrefillRouter
+
+logger = logging.getLogger(__name__)
+
+ROUTER_QUEUE = "router"
+
+
+class FleetWatch:
+    """Keeps a router's subscriptions and memory in step with the fleet."""
+
+    def __init__(self, bus: Bus, fleet: Fleet, router: PrefillRouter) -> None:
+        self._bus = bus
+        self._fleet = fleet
+        self._router = router
+        self._epochs: dict[WorkerId, Epoch] = {}
+        self._servings: dict[str, Serving] = {}
+        self._reasons: set[str] = set()
+        self._changed = asyncio.Event()
+        self._changed.set()
+
+    def on_change(self, kind: Literal["joined", "changed", "left"], record: Record) -> None:
+        """Take a change of the fleet, as bus.discovery tells it."""
+        self._changed.set()
+        if isinstance(record, RuntimeConfig):
+            self._on_worker(kind, record)
+        elif record.service == "gateway" and kind == "left":
+            self._router.owner_left(record.id)
+
+    async def run(self) -> None:
+        """Listen for the requests of every model of the fleet, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._follow_models()
+            self._explain()
+
+    async def stop_taking(self) -> None:
+        """Take no new requests; those received are acked."""
+        for serving in list(self._servings.values()):
+            await serving.stop()
+            await serving.wait_idle()
+
+    async def _follow_models(self) -> None:
+        models = {record.model for record in self._fleet.all_records.values() if isinstance(record, RuntimeConfig)}
+        for model in models - self._servings.keys():
+            subject = self._bus.subjects.requests(model)
+            self._servings[model] = await self._bus.serve(
+                subject, GenerateRequest, self._router.on_request, queue=ROUTER_QUEUE
+            )
+        for model in self._servings.keys() - models:
+            await self._servings.pop(model).stop()
+
+    def _on_worker(self, kind: Literal["joined", "changed", "left"], config: RuntimeConfig) -> None:
+        known = self._epochs.get(config.worker_id)
+        if kind == "left":
+            if known == config.epoch:
+                del self._epochs[config.worker_id]
+                self._router.worker_left(config.worker_id)
+            return
+        if known is not None and known != config.epoch:
+            self._router.worker_left(config.worker_id)
+        self._epochs[config.worker_id] = config.epoch
+
+    def _explain(self) -> None:
+        """Log each reason of incompatibility once."""
+        reasons = set(incompatibilities(list(self._fleet.workers.values())))
+        for reason in sorted(reasons - self._reasons):
+            logger.warning(reason)
+        self._reasons = reasons

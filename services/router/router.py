@@ -1,0 +1,159 @@
+"""PrefillRouter: takes requests from the queue group `router`, acks them, and keeps their journeys. Step 2 of the walk.
+
+Never on the token path: its part ends when decode acks; it remembers where an attempt went, so that a late abort, a
+failing background prefill or a dying worker still reaches both legs.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import cast
+
+from bus.connection import Bus
+from bus.deadlines import check_deadlines
+from bus.serving import Call
+from bus.subjects import is_under_inbox, slug
+from schemas.errors import RequestError, UnavailableError
+from schemas.handoff import BootstrapInfo, KvTicket
+from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult
+from schemas.ids import AttemptId, Epoch, WorkerId
+from schemas.message import decode, encode
+from schemas.request import GenerateRequest
+from schemas.worker import LoadReport, ServiceRecord
+from services.config import RouterConfig
+from services.router.dispatch import Dispatcher, Workers
+from services.router.journey import Journey
+from services.router.loads import LoadBook
+from services.router.policies import Picker
+from services.router.route import AbortAsked, RequestFailed, WorkerLeft
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 8192
+
+
+class PrefillRouter:
+    """The requests of one router process. `num_routed` counts them since the start."""
+
+    def __init__(self, bus: Bus, config: RouterConfig, workers: Workers, record: ServiceRecord) -> None:
+        self.num_routed = 0
+        self.id = record.id
+        self.epoch: Epoch = record.epoch
+        self.result_subject = f"{bus.inbox}.prefilled-{slug(record.id)}"
+        self._bus = bus
+        self._config = config
+        self._dispatcher = Dispatcher(
+            bus.subjects,
+            workers,
+            Picker(config.policy),
+            LoadBook(record.epoch),
+            router=record.id,
+            epoch=record.epoch,
+            is_strict=config.is_strict,
+            result_subject=self.result_subject,
+        )
+        self._travelling: dict[AttemptId, Journey] = {}
+        self._remembered: OrderedDict[AttemptId, Journey] = OrderedDict()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_travelling(self) -> int:
+        """Requests that this router holds now."""
+        return len(self._travelling)
+
+    async def on_request(self, request: GenerateRequest, call: Call) -> AcceptedHop | None:
+        """Take a request: ack it at once, route it in a task of its own.
+
+        Raises what its sender shall hear instead of an ack: RequestError, DeadlineError (too late already),
+        UnavailableError, CapacityError.
+        """
+        accepted = AcceptedHop(by=self.id, epoch=self.epoch)
+        if self._find(request.attempt_id) is not None:
+            return accepted  # a duplicate: it is held
+        if call.subject != self._bus.subjects.requests(request.model):
+            raise RequestError("the model isn't the subject's", param="model")
+        if not is_under_inbox(request.stream.subject, call.reply):
+            raise RequestError("the stream must lie under its sender's inbox", param="stream.subject")
+        check_deadlines(request.deadlines, "accepted", time.time())
+        path = self._dispatcher.path(request.model)
+        journey = Journey(
+            self._bus,
+            self._dispatcher,
+            request,
+            path,
+            router=self.id,
+            ack_timeout_s=self._config.ack_timeout_s,
+            max_tries=self._config.max_dispatch_tries,
+        )
+        self._travelling[request.attempt_id] = journey
+        self._idle.clear()
+        self.num_routed += 1
+        self._bus.spawn(self._travel(request.attempt_id, journey, call, accepted), f"route {request.attempt_id}")
+        return None
+
+    async def on_abort(self, abort: Abort, call: Call) -> Ok | None:
+        """Abort an attempt wherever it went; unknown ones are somebody else's."""
+        journey = self._find(abort.attempt_id)
+        if journey is not None:
+            journey.post(AbortAsked(abort.reason, abort.error))
+        return Ok() if call.reply else None
+
+    def on_result(self, subject: str, payload: bytes) -> None:
+        """Take a prefill leg's outcome; one that nobody waits for is given back."""
+        result = cast("PrefillResult", decode(payload, cast("type[object]", PrefillResult)))
+        journey = self._find(result.attempt_id)
+        if journey is not None:
+            journey.post(result)
+        elif isinstance(result, PrefillDone) and isinstance(result.params, KvTicket | BootstrapInfo):
+            abort = encode(Abort(attempt_id=result.attempt_id, reason="nobody waits for this prefill"))
+            target = self._bus.subjects.worker(result.params.prefill_worker, "abort")
+            self._bus.spawn(self._bus.publish(target, abort), "abort of an orphan")
+
+    def on_load(self, subject: str, payload: bytes) -> None:
+        """Take a worker's load report."""
+        self._dispatcher.book.report(decode(payload, LoadReport))
+
+    def worker_left(self, worker: WorkerId) -> None:
+        """A worker is gone, or begins anew: nothing that was on it is any more."""
+        self._dispatcher.book.forget(worker)
+        self._dispatcher.picker.forget(worker)
+        for journey in self._all():
+            if journey.touches(worker):
+                journey.post(WorkerLeft(worker))
+
+    def owner_left(self, owner: str) -> None:
+        """The process that wanted these requests' streams is gone."""
+        for journey in self._all():
+            if journey.owner == owner:
+                journey.post(AbortAsked("the owner is gone"))
+
+    async def wait_idle(self) -> None:
+        """Return once this router holds no request."""
+        await self._idle.wait()
+
+    def give_up(self) -> None:
+        """Fail what is still travelling: this router has to leave, another may route it anew."""
+        leaving = UnavailableError("the router is leaving", retry_after_s=0.0).record()
+        for journey in list(self._travelling.values()):
+            journey.post(RequestFailed(leaving))
+
+    async def _travel(self, attempt_id: AttemptId, journey: Journey, call: Call, accepted: AcceptedHop) -> None:
+        try:
+            await call.respond(accepted)
+            await journey.run()
+        finally:
+            self._remembered[attempt_id] = self._travelling.pop(attempt_id)
+            if len(self._remembered) > MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+            if not self._travelling:
+                self._idle.set()
+
+    def _find(self, attempt_id: AttemptId) -> Journey | None:
+        return self._travelling.get(attempt_id) or self._remembered.get(attempt_id)
+
+    def _all(self) -> Iterator[Journey]:
+        yield from list(self._travelling.values())
+        yield from list(self._remembered.values())

@@ -1,0 +1,77 @@
+"""The router process: joins the fleet, routes until told to stop, then leaves without losing a request."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
+
+import msgspec
+
+from bus.connection import Bus
+from bus.discovery import register, watch
+from schemas.hop import Abort
+from schemas.ids import Epoch
+from schemas.worker import ServiceRecord
+from services.config import RouterConfig
+from services.router.fleet_watch import FleetWatch
+from services.router.router import PrefillRouter
+
+LAST_WORDS_S = 2.0
+
+
+async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+    """Serve until `stop` is set, then take nothing new and return once everything held has been handed over (at most
+    `config.drain_s`). `ready` gets the router's id. Raises TakenOverError when another process took that id."""
+    record = _record(config)
+    async with watch(bus) as fleet:
+        router = PrefillRouter(bus, config, fleet, record)
+        fleet_watch = FleetWatch(bus, fleet, router)
+        fleet.on_change(fleet_watch.on_change)
+        await bus.listen(bus.subjects.all_loads, router.on_load)
+        await bus.listen(router.result_subject, router.on_result)
+        await bus.serve(bus.subjects.router(record.id, "abort"), Abort, router.on_abort)
+        async with (
+            _running(fleet_watch),
+            register(bus, record, lambda: (router.num_routed, False)) as registration,
+        ):
+            await bus.announce("router", version("busway"), {"policy": config.policy})
+            ready(record.id)
+            await stop.wait()
+            await registration.update(msgspec.structs.replace(record, state="draining"))
+            await fleet_watch.stop_taking()
+            await _drain(router, config.drain_s)
+
+
+def _record(config: RouterConfig) -> ServiceRecord:
+    host = socket.gethostname()
+    return ServiceRecord(
+        service="router",
+        id=config.id or f"{host}-router-{secrets.token_hex(3)}",
+        epoch=Epoch(time.time_ns()),
+        state="ready",
+        host=host,
+        pid=os.getpid(),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(fleet_watch: FleetWatch) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(fleet_watch.run(), name="fleet watch")
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+async def _drain(router: PrefillRouter, drain_s: float) -> None:
+    for limit_s in (drain_s, LAST_WORDS_S):
+        try:
+            async with asyncio.timeout(limit_s):
+                return await router.wait_idle()
+        except TimeoutError:
+            router.give_up()
