@@ -82,7 +82,11 @@ class Desk(Protocol):
         ...
 
     def hold(self, request: GenerateRequest, *, report_chunks: bool) -> None:
-        """Compute the prompt and keep its blocks: ChunkComputed … (if asked), PromptComputed."""
+        """Compute the prompt and keep its blocks: ChunkComputed … (if asked), PromptComputed.
+
+        With `report_chunks` the first ChunkComputed tells a cached prefix, PromptComputed stands for the last chunk's,
+        and finish_reason stays None: the peer is receiving the blocks already and ends the request itself.
+        """
         ...
 
     def reserve(self, request: GenerateRequest) -> None:
@@ -101,8 +105,12 @@ class Desk(Protocol):
         for usage."""
         ...
 
-    def recompute(self, attempt_id: AttemptId) -> None:
-        """The KV won't come: compute the prompt here (counted in num_recomputed_tokens), then decode."""
+    def recompute(self, attempt_id: AttemptId, *, quarantine: bool = False) -> None:
+        """The KV won't come: compute the prompt here (counted in num_recomputed_tokens), then decode.
+
+        With `quarantine` (the transfer isn't over yet) the reserved blocks are set aside until `settle` and the
+        prompt queues for others.
+        """
         ...
 
     def release(self, attempt_id: AttemptId) -> None:

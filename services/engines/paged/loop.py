@@ -1,0 +1,200 @@
+"""The engine's own thread as the event loop sees it: it starts and ends it and gives it orders (Desk).
+
+A runner that raises ends the thread; `join` then raises on the event loop, so that the process can exit non-zero.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec import structs
+
+from schemas.errors import EngineError, ErrorRecord
+from schemas.frames import TokenLogprobs
+from schemas.ids import AttemptId
+from schemas.request import GenerateRequest
+from services.engines.paged.desk import DeskLoad, Notify
+from services.engines.paged.limits import Limits
+from services.engines.paged.outbox import Outbox
+from services.engines.paged.runner import AllocateHost, ModelRunner, RunnerSpec
+from services.engines.paged.scheduler import Scheduler
+from services.engines.paged.step_loop import Order, StepLoop
+from services.kv.layout import KvRegion
+
+T = TypeVar("T")
+
+
+class Backlog:
+    """Requests posted and not yet applied, so that load counts a request from the moment it was taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_requests = 0
+        self.num_prefill_tokens = 0
+
+    def add(self, num_requests: int, num_prefill_tokens: int) -> None:
+        with self._lock:
+            self.num_requests += num_requests
+            self.num_prefill_tokens += num_prefill_tokens
+
+
+class EngineThread:
+    """Runs a ModelRunner and implements Desk for one event loop; used once: start, then join or stop.
+
+    Orders are given on that loop's thread. Between `abort` (without error) and the end no notice of the attempt
+    is delivered any more, not even one that was under way.
+    """
+
+    def __init__(self, runner: ModelRunner, allocate: AllocateHost, *, name: str = "engine") -> None:
+        self._runner = runner
+        self._allocate = allocate
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._backlog = Backlog()
+        self._loop: asyncio.AbstractEventLoop
+        self._loaded: asyncio.Future[RunnerSpec]
+        self._ended: asyncio.Future[None]
+        self._outbox: Outbox
+        self._limits: Limits
+        self._scheduler: Scheduler
+        self._steps: StepLoop
+
+    async def start(self, notify: Notify) -> RunnerSpec:
+        """Load the model on the thread and begin to step; raises what loading raises.
+
+        `notify` is called on this event loop with the notices of a step (of several when it fell behind), in order.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._loaded = self._loop.create_future()
+        self._ended = self._loop.create_future()
+        self._outbox = Outbox(self._loop, notify, self._die)
+        self._thread.start()
+        return await asyncio.shield(self._loaded)
+
+    async def join(self) -> None:
+        """Wait until the thread was stopped; raises EngineError when it died instead."""
+        await asyncio.shield(self._ended)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread after the step under way; a step longer than `timeout_s` is left behind. Idempotent."""
+        if not self._thread.ident:
+            return
+        await asyncio.wait([self._loaded], timeout=timeout_s)
+        if self._loaded.done() and not self._loaded.cancelled() and self._loaded.exception() is None:
+            self._steps.stop()
+            self._outbox.close()
+            await asyncio.wait([self._ended], timeout=timeout_s)
+
+    def region(self) -> KvRegion:
+        """Return the KV pool's memory, once started."""
+        return self._runner.region()
+
+    def generate(self, request: GenerateRequest) -> None:
+        self._limits.check_decode(request)
+        num_tokens = len(request.token_ids) + len(request.resume)
+        self._submit(lambda now: self._scheduler.generate(request, now), num_tokens)
+
+    def hold(self, request: GenerateRequest, *, report_chunks: bool) -> None:
+        self._limits.check_hold(request)
+        num_tokens = len(request.token_ids) + len(request.resume)
+        self._submit(lambda now: self._scheduler.hold(request, now, report_chunks=report_chunks), num_tokens)
+
+    def reserve(self, request: GenerateRequest) -> None:
+        self._limits.check_decode(request)
+        self._submit(lambda now: self._scheduler.reserve(request, now), 0)
+
+    def begin(
+        self,
+        attempt_id: AttemptId,
+        *,
+        first_token_id: int,
+        first_logprobs: TokenLogprobs | None,
+        num_cached_tokens: int,
+    ) -> None:
+        self._steps.post(
+            lambda now: self._scheduler.begin(
+                attempt_id,
+                now,
+                first_token_id=first_token_id,
+                first_logprobs=first_logprobs,
+                num_cached_tokens=num_cached_tokens,
+            )
+        )
+
+    def recompute(self, attempt_id: AttemptId, *, quarantine: bool = False) -> None:
+        self._steps.post(lambda now: self._scheduler.recompute(attempt_id, now, quarantine=quarantine))
+
+    def release(self, attempt_id: AttemptId) -> None:
+        self._steps.post(lambda now: self._scheduler.release(attempt_id))
+
+    def abort(self, attempt_id: AttemptId, *, error: ErrorRecord | None = None, quarantine: bool = False) -> None:
+        def order(now: float) -> None:
+            self._scheduler.abort(attempt_id, error=error, quarantine=quarantine)
+            if error is None:
+                self._steps.unmute(attempt_id)
+
+        if error is None:
+            self._outbox.mute(attempt_id)
+        self._steps.post(order)
+
+    def settle(self, attempt_id: AttemptId) -> None:
+        self._steps.post(lambda now: self._scheduler.settle(attempt_id))
+
+    def load(self) -> DeskLoad:
+        """Return the load, requests not yet applied included."""
+        load, backlog = self._scheduler.load(), self._backlog
+        if not backlog.num_requests:
+            return load
+        return structs.replace(
+            load,
+            waiting=load.waiting + backlog.num_requests,
+            queued_prefill_tokens=load.queued_prefill_tokens + backlog.num_prefill_tokens,
+        )
+
+    def _submit(self, order: Order, num_prefill_tokens: int) -> None:
+        if self._ended.done():
+            raise EngineError("the engine has ended")
+
+        def apply(now: float) -> None:
+            order(now)
+            self._backlog.add(-1, -num_prefill_tokens)
+
+        self._backlog.add(1, num_prefill_tokens)
+        self._steps.post(apply)
+
+    def _main(self) -> None:
+        """Run on the thread: load, step, report the end."""
+        try:
+            spec = self._runner.load(self._allocate)
+            self._limits = Limits.of(spec)
+            self._scheduler = Scheduler(self._limits)
+            self._steps = StepLoop(self._runner, self._scheduler, self._outbox)
+        except BaseException as error:
+            self._report(self._loaded.set_exception, error)
+            return
+        self._report(self._loaded.set_result, spec)
+        try:
+            self._steps.run()
+        except BaseException as error:
+            self._report(self._die, error)
+        else:
+            self._report(self._end, None)
+        finally:
+            self._runner.close()
+
+    def _report(self, tell: Callable[[T], object], value: T) -> None:
+        # The loop may be gone when a step outlived the process's patience; then nobody is left to be told.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(tell, value)
+
+    def _end(self, _: None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _die(self, cause: BaseException) -> None:
+        self._steps.stop()
+        self._outbox.close()
+        if not self._ended.done():
+            error = EngineError(f"the engine's loop died: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            self._ended.set_exception(error)

@@ -1,0 +1,53 @@
+"""Which blocks hold the KV of which tokens, and in which order unreferenced ones are given up (least recent first)."""
+
+from services.engines.paged.hashing import BlockHash
+
+
+class PrefixCache:
+    """Published blocks by hash. A block that nobody references is idle: still a hit, and the next to be evicted."""
+
+    def __init__(self) -> None:
+        self._block_by_hash: dict[BlockHash, int] = {}
+        self._hash_by_block: dict[int, BlockHash] = {}
+        self._idle: dict[int, None] = {}
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._hash_by_block
+
+    def is_idle(self, block_id: int) -> bool:
+        return block_id in self._idle
+
+    def match(self, hashes: list[BlockHash], max_blocks: int) -> list[int]:
+        """Return the blocks of the longest known prefix of `hashes`, at most `max_blocks`."""
+        found = []
+        for block_hash in hashes[:max_blocks]:
+            block_id = self._block_by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+        """Name a referenced block's KV. The first block of a hash keeps it; a later copy stays private."""
+        if block_hash not in self._block_by_hash and block_id not in self._hash_by_block:
+            self._block_by_hash[block_hash] = block_id
+            self._hash_by_block[block_id] = block_hash
+
+    def rest(self, block_id: int) -> None:
+        """Note that a published block lost its last reference: it is the most recent idle one now."""
+        self._idle[block_id] = None
+
+    def wake(self, block_id: int) -> None:
+        """Note that an idle block is referenced again."""
+        del self._idle[block_id]
+
+    def evict(self) -> int:
+        """Forget the least recent idle block and return it; raises StopIteration when none is idle."""
+        block_id = next(iter(self._idle))
+        del self._idle[block_id]
+        del self._block_by_hash[self._hash_by_block.pop(block_id)]
+        return block_id

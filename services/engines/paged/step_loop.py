@@ -1,0 +1,74 @@
+"""The loop of the engine's thread: apply orders, plan, execute, tell. Blocked, not polling, when there is no work."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from math import inf
+
+from schemas.ids import AttemptId
+from services.engines.paged.desk import Notice
+from services.engines.paged.outbox import Outbox, Unmute
+from services.engines.paged.runner import ModelRunner
+from services.engines.paged.scheduler import Scheduler
+
+Order = Callable[[float], None]
+
+
+class StepLoop:
+    """`post` and `stop` may be called from any thread; the rest runs on the engine's."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, outbox: Outbox) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._orders: deque[Order] = deque()
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._unmutes: list[Unmute] = []
+
+    def post(self, order: Order) -> None:
+        """Apply an order before the next step; it is passed the time of its application."""
+        self._orders.append(order)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the loop after the step under way."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def unmute(self, attempt_id: AttemptId) -> None:
+        """Tell the outbox, behind all notices so far, that an abort has been applied."""
+        self._unmutes.append(Unmute(attempt_id))
+
+    def run(self) -> None:
+        """Step until stopped; raises what the runner raises."""
+        scheduler, execute = self._scheduler, self._runner.execute
+        while not self._is_stopping:
+            self._apply_orders()
+            plan = scheduler.schedule(time.time())
+            self._flush()
+            if plan is None:
+                self._idle()
+                continue
+            sampled = execute(plan.slices)
+            scheduler.apply(plan, sampled, time.time())
+            self._flush()
+
+    def _apply_orders(self) -> None:
+        orders = self._orders
+        while orders:
+            orders.popleft()(time.time())
+
+    def _flush(self) -> None:
+        notices: list[Notice | Unmute] = [*self._scheduler.take(), *self._unmutes]
+        if notices:
+            self._unmutes.clear()
+            self._outbox.put(notices)
+
+    def _idle(self) -> None:
+        deadline = self._scheduler.next_deadline
+        timeout_s = None if deadline == inf else min(max(0.0, deadline - time.time()), threading.TIMEOUT_MAX)
+        self._wake.wait(timeout_s)
+        # Cleared before the orders are looked at: one posted from here on sets it again.
+        self._wake.clear()
