@@ -1,0 +1,113 @@
+"""Which attempts this worker holds, held, or was told to forget. Pure; Unix time comes from the caller.
+
+An abort may overtake its request (they come on different subjects): ids aborted here are remembered, and a leg that
+comes after its abort is refused.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from bus.deadlines import Due, Stage, next_due
+from schemas.hop import DecodeRequest, PrefillRequest
+from schemas.ids import AttemptId
+from schemas.request import Deadlines
+
+MAX_REMEMBERED = 16384
+
+Verdict = Literal["new", "duplicate", "aborted", "full"]
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """An attempt held. `result_subject` is "" for a decode leg; `next_seq` counts the tokens sent, resumed ones too."""
+
+    attempt_id: AttemptId
+    stream_subject: str
+    result_subject: str
+    owner: str
+    deadlines: Deadlines
+    stage: Stage
+    next_seq: int
+    last_token_at: float | None = None
+
+    def due(self) -> Due | None:
+        """Return the deadline that counts now."""
+        return next_due(self.deadlines, self.stage, self.last_token_at)
+
+
+class Recent:
+    """The newest ids, a bounded number of them."""
+
+    def __init__(self, max_ids: int = MAX_REMEMBERED) -> None:
+        self._max_ids = max_ids
+        self._ids: OrderedDict[AttemptId, None] = OrderedDict()
+
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._ids
+
+    def add(self, attempt_id: AttemptId) -> None:
+        self._ids[attempt_id] = None
+        if len(self._ids) > self._max_ids:
+            self._ids.popitem(last=False)
+
+    def discard(self, attempt_id: AttemptId) -> None:
+        self._ids.pop(attempt_id, None)
+
+
+class Ledger:
+    """The attempts of one worker."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._entries: dict[AttemptId, Entry] = {}
+        self._taken = Recent()
+        self._aborted = Recent()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def judge(self, attempt_id: AttemptId) -> Verdict:
+        """Say what to do with a leg that has arrived."""
+        if attempt_id in self._aborted:
+            return "aborted"
+        if attempt_id in self._taken:
+            return "duplicate"
+        return "full" if len(self._entries) >= self._max_in_flight else "new"
+
+    def take(self, leg: PrefillRequest | DecodeRequest) -> Entry:
+        """Hold an attempt from now on."""
+        request = leg.request
+        is_computing = isinstance(leg, PrefillRequest) or leg.params is None
+        entry = Entry(
+            attempt_id=request.attempt_id,
+            stream_subject=request.stream.subject,
+            result_subject=leg.result_subject if isinstance(leg, PrefillRequest) else "",
+            owner=request.stream.owner,
+            deadlines=request.deadlines,
+            stage="prefilling" if is_computing else "decoding",
+            next_seq=len(request.resume),
+        )
+        self._entries[request.attempt_id] = entry
+        self._taken.add(request.attempt_id)
+        return entry
+
+    def get(self, attempt_id: AttemptId) -> Entry | None:
+        return self._entries.get(attempt_id)
+
+    def close(self, attempt_id: AttemptId) -> Entry | None:
+        """Hold an attempt no longer; it stays known, so that a duplicate isn't taken for new."""
+        return self._entries.pop(attempt_id, None)
+
+    def refuse(self, attempt_id: AttemptId) -> None:
+        """The engine wouldn't have it after all."""
+        self.close(attempt_id)
+        self._taken.discard(attempt_id)
+
+    def aborted(self, attempt_id: AttemptId) -> None:
+        """Remember that an attempt was aborted, whether or not it ever arrived."""
+        self._aborted.add(attempt_id)

@@ -1,0 +1,187 @@
+"""The counter where legs arrive and events leave: admission, acks, aborts, and which event is whose. Steps 3 and 4 of
+the walk.
+
+Everything here happens on the event loop without waiting, so that a leg is either not here at all or in the ledger
+and the engine alike.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from bus.deadlines import Due, check_deadlines, late
+from bus.serving import Call
+from schemas.errors import AbortedError, BuswayError, EngineError, ErrorRecord, WorkerLostError
+from schemas.frames import Decoding, Failed, Finished, Prefilling, Tokens
+from schemas.handoff import BootstrapEndpoint, BootstrapInfo
+from schemas.hop import (
+    Abort,
+    AcceptedHop,
+    Busy,
+    DecodeRequest,
+    Ok,
+    PrefillDone,
+    PrefillEnded,
+    PrefillFailed,
+    PrefillRequest,
+)
+from schemas.ids import AttemptId, new_room
+from schemas.worker import RuntimeConfig
+from services.engines.protocol import Engine, EngineEvent
+from services.worker.deadline_watch import DeadlineWatch
+from services.worker.ledger import Entry, Ledger
+from services.worker.load import LoadReporter
+from services.worker.outlet import Outlet
+from services.worker.stall import StallWatch
+
+logger = logging.getLogger(__name__)
+
+
+class LegDesk:
+    """The attempts of one worker, between the bus and its engine."""
+
+    def __init__(self, engine: Engine, me: RuntimeConfig, outlet: Outlet, loads: LoadReporter) -> None:
+        self.is_draining = False
+        self.ledger = Ledger(me.max_num_seqs + me.max_waiting)
+        self.deadlines = DeadlineWatch(self.ledger, self._late)
+        self.stall = StallWatch(self._stalled)
+        self._engine = engine
+        self._me = me
+        self._outlet = outlet
+        self._loads = loads
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held here, leased KV included."""
+        load = self._engine.load()
+        return not self.ledger and load.running + load.waiting + load.num_held == 0
+
+    async def on_prefill(self, leg: PrefillRequest, call: Call) -> AcceptedHop | Busy:
+        """Take a prefill leg. A queue group's member makes the rendezvous itself and tells it in its ack."""
+        made = None
+        if leg.bootstrap is None and self._me.handoff == "rendezvous":
+            made = self._bootstrap()
+            leg = msgspec.structs.replace(leg, bootstrap=made)
+        refusal = self._admit(leg)
+        if refusal is not None:
+            return refusal
+        self._outlet.say(leg.request.stream.subject, Prefilling(leg.request.attempt_id, self._me.worker_id))
+        return self._accepted(made)
+
+    async def on_decode(self, leg: DecodeRequest, call: Call) -> AcceptedHop | Busy:
+        """Take a decode leg; from its ack on this worker alone ends the request's stream."""
+        refusal = self._admit(leg)
+        if refusal is not None:
+            return refusal
+        self._outlet.say(leg.request.stream.subject, Decoding(leg.request.attempt_id, self._me.worker_id))
+        return self._accepted(None)
+
+    async def on_abort(self, abort: Abort, call: Call) -> Ok | None:
+        """Free an attempt, or make it end with `abort.error`; one that hasn't arrived yet will be refused."""
+        self.stall.check()
+        entry = self.ledger.get(abort.attempt_id)
+        self._abort(abort.attempt_id, abort.error if entry is not None else None)
+        return Ok() if call.reply else None
+
+    def emit(self, events: Sequence[EngineEvent]) -> None:
+        """Take an engine step's events to those who wait for them."""
+        self.stall.check()
+        now = time.time()
+        for event in events:
+            entry = self.ledger.get(event.attempt_id)
+            if entry is not None:
+                self._deliver(entry, event, now)
+
+    def owner_left(self, owner: str) -> None:
+        """The process that wanted these streams is gone."""
+        for entry in self.ledger:
+            if entry.owner == owner:
+                self._abort(entry.attempt_id, None)
+
+    def drop_all(self, error: BuswayError) -> None:
+        """Make every attempt end with an error, through the engine."""
+        for entry in self.ledger:
+            self._abort(entry.attempt_id, error.record())
+
+    def engine_died(self, cause: BaseException) -> None:
+        """Tell every attempt's owner what the engine can't tell any more."""
+        error = EngineError(f"the engine died: {cause}").record()
+        for entry in self.ledger:
+            if entry.result_subject:
+                self._deliver(entry, PrefillFailed(attempt_id=entry.attempt_id, error=error), 0.0)
+            else:
+                self._deliver(entry, Failed(entry.attempt_id, entry.next_seq, error), 0.0)
+
+    def _admit(self, leg: PrefillRequest | DecodeRequest) -> AcceptedHop | Busy | None:
+        """Hand a leg to the engine; return the answer when it doesn't get that far. Raises the engine's refusal."""
+        self.stall.check()
+        self._loads.count(leg.dispatch)
+        request = leg.request
+        verdict = self.ledger.judge(request.attempt_id)
+        if verdict == "aborted":
+            raise AbortedError("the attempt was aborted before it arrived")
+        if verdict == "duplicate":
+            return self._accepted(None)
+        if self.is_draining or verdict == "full":
+            return Busy(by=self._me.worker_id, reason="draining" if self.is_draining else "full")
+        has_kv = isinstance(leg, DecodeRequest) and leg.params is not None
+        check_deadlines(request.deadlines, "decoding" if has_kv else "accepted", time.time())
+        entry = self.ledger.take(leg)
+        try:
+            if isinstance(leg, PrefillRequest):
+                self._engine.prefill(leg)
+            else:
+                self._engine.decode(leg)
+        except BaseException:
+            self.ledger.refuse(request.attempt_id)
+            raise
+        self.deadlines.note(entry)
+        return None
+
+    def _deliver(self, entry: Entry, event: EngineEvent, now: float) -> None:
+        match event:
+            case Tokens():
+                self._outlet.say(entry.stream_subject, event)
+                entry.next_seq = event.seq + len(event.token_ids)
+                entry.last_token_at = now
+                if entry.stage != "streaming":
+                    entry.stage = "streaming"
+                    self.deadlines.note(entry)
+                return
+            case Finished() | Failed():
+                self._outlet.say(entry.stream_subject, event)
+            case PrefillDone() | PrefillEnded() | PrefillFailed():
+                self._outlet.tell(entry.result_subject, event)
+        self.ledger.close(entry.attempt_id)
+        self._loads.nudge()
+
+    def _abort(self, attempt_id: AttemptId, error: ErrorRecord | None) -> None:
+        """With an error the attempt stays in the ledger until the engine's last event of it."""
+        self.ledger.aborted(attempt_id)
+        if error is None:
+            self.ledger.close(attempt_id)
+        self._engine.abort(attempt_id, error)
+        self._loads.nudge()
+
+    def _late(self, entry: Entry, due: Due) -> None:
+        self._abort(entry.attempt_id, late(due).record())
+
+    def _stalled(self, missed_s: float) -> None:
+        if not self.ledger:
+            return
+        logger.warning("this process stood still for %.1f s: %d attempts dropped", missed_s, len(self.ledger))
+        self._outlet.discard()
+        self.drop_all(WorkerLostError(f"worker {self._me.worker_id} stood still for {missed_s:.1f} s"))
+
+    def _bootstrap(self) -> BootstrapInfo:
+        return BootstrapInfo(
+            prefill_worker=self._me.worker_id,
+            epoch=self._me.epoch,
+            room=new_room(),
+            endpoint=self._me.bootstrap or BootstrapEndpoint(),
+        )
+
+    def _accepted(self, bootstrap: BootstrapInfo | None) -> AcceptedHop:
+        return AcceptedHop(by=self._me.worker_id, epoch=self._me.epoch, bootstrap=bootstrap)
