@@ -5,6 +5,7 @@ STAMP := .venv/.installed
 # PyTorch's own index has the CPU build; it is asked only where no NVIDIA GPU is seen and pip's own sources lack it.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+TORCH := $(shell sed -n 's/^torch==//p' deploy/constraints-cpu.txt)
 ARGS ?=
 
 .PHONY: serve demo test slow check bench install clean
@@ -34,12 +35,13 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml deploy/constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "busway needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try make PYTHON=python3.12")'
+	@echo 'Installing into .venv: a few minutes, once.'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(HAS_GPU),yes)
 	$(BIN)/pip install --quiet --editable '.[torch,dev]'
 else
 	@# First torch, alone, from a CPU build; what comes after finds it there and leaves it.
-	$(BIN)/pip install --quiet 'torch==2.13.0+cpu' || \
+	$(BIN)/pip install --quiet 'torch==$(TORCH)+cpu' || \
 	    $(BIN)/pip install --quiet --index-url $(TORCH_CPU_INDEX) --constraint deploy/constraints-cpu.txt torch
 	$(BIN)/pip install --quiet --constraint deploy/constraints-cpu.txt --editable '.[torch,dev]'
 endif

@@ -76,7 +76,7 @@ async def read_fleet(bus: Bus) -> FleetStatus:
     async with watch(bus) as fleet:
         with contextlib.suppress(TimeoutError):  # who is silent until then is shown as lost
             await fleet.wait_for(_all_live, timeout_s=BEATS_WAIT_S)
-        records = list(fleet.all_records)
+        records = list(fleet.all_records.values())
         workers = [record for record in records if isinstance(record, RuntimeConfig)]
         loads = await _loads(bus, [worker for worker in workers if worker.worker_id in fleet.workers])
         return FleetStatus(
@@ -162,7 +162,7 @@ async def _load(bus: Bus, worker: WorkerId) -> LoadReport | None:
 
 def _all_live(fleet: Fleet) -> bool:
     living = {*fleet.workers, *fleet.routers, *fleet.gateways}
-    return all(_id(record) in living for record in fleet.all_records)
+    return all(_id(record) in living for record in fleet.all_records.values())
 
 
 def _id(record: RuntimeConfig | ServiceRecord) -> str:
