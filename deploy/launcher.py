@@ -100,12 +100,17 @@ class Stack:
         except Exception as error:
             self._fail(error)
 
-    async def use(self, note: RuntimeNote, use: Use) -> None:
-        """Wait until requests are answered, then call `use`; the stack stops when it returns or raises."""
+    async def use(self, note: RuntimeNote, folder: Path, use: Use) -> None:
+        """Wait until requests are answered, then call `use`; the stack stops when it returns or raises.
+
+        The note in `folder` names the gateway as soon as it listens.
+        """
         try:
             url = await self.gateway_url
+            note = msgspec.structs.replace(note, gateway_url=url)
+            write_note(folder, note)
             await self._wait_for_answers(url)
-            await use(msgspec.structs.replace(note, gateway_url=url))
+            await use(note)
         except Exception as error:
             self._fail(error)
         self.stop_asked.set()
@@ -152,15 +157,11 @@ async def run_stack(settings: Settings, use: Use) -> None:
 
 
 async def _run(stack: Stack, note: RuntimeNote, folder: Path, use: Use) -> None:
-    async def when_ready(ready: RuntimeNote) -> None:
-        write_note(folder, ready)
-        await use(ready)
-
     with _signals(stack.on_signal):
         async with asyncio.TaskGroup() as tasks:
             for child in stack.children:
                 tasks.create_task(stack.keep(child), name=f"keep {child.name}")
-            user = tasks.create_task(stack.use(note, when_ready), name="use of the stack")
+            user = tasks.create_task(stack.use(note, folder, use), name="use of the stack")
             await stack.stop_asked.wait()
             user.cancel()
             await stack.stop()
