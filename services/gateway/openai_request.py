@@ -132,9 +132,12 @@ class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
         return [p if isinstance(p, str) else _token_ids(p, f"prompt[{i}]") for i, p in enumerate(self.prompt)]
 
 
-def parse_chat(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
-    """Return the request and the names of the fields ignored; raises RequestError naming field and limit."""
-    request, ignored = _parse(body, ChatRequest)
+def parse_chat(body: bytes, implied_model: str | None = None) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Return the request and the names of the fields ignored; raises RequestError naming field and limit.
+
+    `implied_model` stands in when the body names no model.
+    """
+    request, ignored = _parse(body, ChatRequest, implied_model)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs: only with logprobs=true", param="top_logprobs")
     for i, message in enumerate(request.messages):
@@ -142,9 +145,9 @@ def parse_chat(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
     return request, ignored
 
 
-def parse_completion(body: bytes) -> tuple[CompletionRequest, tuple[str, ...]]:
-    """Return the request and the names of the fields ignored; raises RequestError naming field and limit."""
-    return _parse(body, CompletionRequest)
+def parse_completion(body: bytes, implied_model: str | None = None) -> tuple[CompletionRequest, tuple[str, ...]]:
+    """As parse_chat, for the legacy endpoint."""
+    return _parse(body, CompletionRequest, implied_model)
 
 
 def check_body_size(num_bytes: int, max_body_bytes: int) -> None:
@@ -153,13 +156,15 @@ def check_body_size(num_bytes: int, max_body_bytes: int) -> None:
         raise RequestTooLargeError(f"request body: {num_bytes} bytes, the limit is {max_body_bytes}")
 
 
-def _parse(body: bytes, expected: type[R]) -> tuple[R, tuple[str, ...]]:
+def _parse(body: bytes, expected: type[R], implied_model: str | None) -> tuple[R, tuple[str, ...]]:
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"request body: not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise RequestError(f"request body: a JSON object is wanted, not {_json_type(document)}")
+    if implied_model is not None:
+        document.setdefault("model", implied_model)
     refuse_handoff_fields(document)
     refuse_unserved_fields(document)
     try:
