@@ -43,7 +43,7 @@ class RestartPolicy:
         """Return what to do after an end with this exit code (negative: the signal) after `ran_s` seconds."""
         if code == 0:
             return Left()
-        if code == EXIT_USAGE:
+        if code == EXIT_USAGE and not self._was_ever_ready:
             return GiveUp(reason="its configuration can't be used")
         if self._was_ever_ready and ran_s >= HEALTHY_S:
             self._num_deaths = 0

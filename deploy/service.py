@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from deploy.display import describe
-from deploy.errors import CommandError, UsageError
+from deploy.errors import UsageError
+from deploy.failures import in_words
 from deploy.model_choice import with_model
 from deploy.notify import notify
 from deploy.processes import die_with_parent
 from deploy.settings import Resolved, Settings
-from schemas.errors import BuswayError, RequestError
 from services.telemetry import setup_logging
 
 if TYPE_CHECKING:
@@ -59,24 +59,7 @@ def run_service(resolved: Resolved, service: ServiceName) -> None:
     try:
         uvloop.run(_live(resolved.settings, service, id))
     except Exception as error:
-        raise _in_words(error, id) from error
-
-
-def _in_words(error: Exception, id: str) -> CommandError:
-    """Return what ended a service as one line; what nobody foresaw is logged with its traceback."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    match error:
-        case CommandError():
-            return error
-        case RequestError():  # a model or an engine argument that can't be used won't get better by a restart
-            return UsageError(f"{id}: {error.message}")
-        case BuswayError():
-            return CommandError(f"{id}: {error.message}")
-        case OSError():
-            return CommandError(f"{id}: {error}")
-    log.critical("%s has failed", id, exc_info=error)
-    return CommandError(f"{id} has failed: {type(error).__name__}: {error}")
+        raise in_words(error, id) from error
 
 
 def _completed(resolved: Resolved, service: ServiceName) -> Resolved:

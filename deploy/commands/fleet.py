@@ -51,8 +51,9 @@ def drain(
 
     async def send(bus: "Bus") -> None:
         from deploy.draining import drain_worker
+        from schemas.ids import WorkerId
 
-        await drain_worker(bus, worker, grace_s=grace)
+        await drain_worker(bus, WorkerId(worker), grace_s=grace)
 
     on_bus(send, nats_url, namespace, config)
     print(f"{worker} is drained")
@@ -61,10 +62,10 @@ def drain(
 def on_bus(
     action: "Callable[[Bus], Awaitable[T]]", nats_url: str | None, namespace: str | None, config: Path | None
 ) -> T:
-    """Return what `action` makes of a connection to the fleet's NATS; BuswayErrors become the command's message."""
+    """Return what `action` makes of a connection to the fleet's NATS; its errors become the command's."""
     resolved = settle(config, shared(nats_url=nats_url, namespace=namespace))
     nats = resolved.settings.nats
-    from deploy.errors import CommandError, UsageError
+    from deploy.errors import UsageError
 
     if not nats.url:
         raise UsageError("no running stack found here: give --nats-url or BUSWAY_NATS_URL, or run `busway serve`")
@@ -73,7 +74,7 @@ def on_bus(
     import uvloop
 
     from bus.connection import Bus
-    from schemas.errors import BuswayError
+    from deploy.failures import in_words
 
     async def connected() -> T:
         me = f"cli-{secrets.token_hex(4)}"
@@ -81,6 +82,7 @@ def on_bus(
             return await action(bus)
 
     try:
-        return uvloop.run(connected())
-    except BuswayError as error:
-        raise CommandError(error.message) from error
+        result: T = uvloop.run(connected())
+        return result
+    except Exception as error:
+        raise in_words(error, "busway") from error

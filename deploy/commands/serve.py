@@ -96,11 +96,15 @@ def _ready_to_serve(resolved: "Resolved") -> "Resolved":
 def _run(resolved: "Resolved", use: "Use") -> None:
     import uvloop
 
+    from deploy.failures import in_words
     from deploy.launcher import run_stack
     from services.telemetry import setup_logging
 
     setup_logging(resolved.settings.log, service="busway")
-    uvloop.run(run_stack(resolved.settings, use))
+    try:
+        uvloop.run(run_stack(resolved.settings, use))
+    except Exception as error:
+        raise in_words(error, "serve") from error
 
 
 def _welcome(note: "RuntimeNote") -> None:
