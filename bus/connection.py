@@ -8,20 +8,21 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from types import UnionType
 from typing import Any, Self, TypeVar, overload
 
 from nats.aio.client import Client as NatsClient
-from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error, MaxPayloadError, OutboundBufferLimitError
 from nats.js import JetStreamContext
 
 from bus.asks import Asks
 from bus.link import Link
-from bus.micro import announce
+from bus.micro import MicroService
+from bus.scope import Scope, open_scope
 from bus.serving import Answer, Call, Listener, Service, Serving
 from bus.subjects import INBOX_ROOT, INTERNAL_INBOX_ROOT, Subjects, check_subject, slug
+from bus.subscriptions import Subscriptions
 from schemas.errors import AckTimeoutError, BusError, BusUnavailableError, PayloadTooLargeError
 from schemas.message import Message, encode
 
@@ -32,39 +33,32 @@ M = TypeVar("M")
 
 MIB = 1024 * 1024
 CONNECT_TIMEOUT_S = 5.0
+SETTLE_TIMEOUT_S = 1.0
 LEAVE_TIMEOUT_S = 3.0
 RECONNECT_WAIT_S = 0.1
-# Per subscription; beyond it nats-py drops the newest message (Link.noticed makes that visible).
-PENDING_MESSAGES_LIMIT = 64 * 1024
-PENDING_BYTES_LIMIT = 128 * MIB
 # What publish may buffer while disconnected, and before it waits for the socket.
 OUTBOUND_LIMIT_BYTES = 16 * MIB
 MAX_CONCURRENT_CALLS = 4096
 
 
 class Bus:
-    """A connection with its task group; made by `Bus.connect`. Everything started here ends with it."""
+    """A connection with its tasks; made by `Bus.connect`. Everything started here ends with it."""
 
     def __init__(
-        self,
-        nats_client: NatsClient,
-        link: Link,
-        tasks: asyncio.TaskGroup,
-        *,
-        client_id: str,
-        namespace: str,
-        inbox: str,
+        self, client: NatsClient, link: Link, scope: Scope, *, client_id: str, subjects: Subjects, is_internal: bool
     ) -> None:
-        self.client_id = client_id
-        self.subjects = Subjects(namespace)
-        self.inbox = inbox
+        self.client_id = slug(client_id)
+        self.subjects = subjects
+        self.inbox = _inbox(client_id, is_internal)
         self.link = link
-        self._nats = nats_client
-        self._tasks = tasks
-        self._spawned: set[asyncio.Task[None]] = set()
-        self._servings: list[Serving] = []
+        self._nats = client
+        self._scope = scope
+        self._subscriptions = Subscriptions(client, link, scope)
         self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
-        self._asks = Asks(f"{inbox}.{secrets.token_hex(8)}")
+        self._asks = Asks(f"{self.inbox}.{secrets.token_hex(8)}")
+        # What comes back from the server: our own echo, or for the client user, who may not publish to inboxes,
+        # the word that nobody serves a model without a name.
+        self._settle_subject = "" if is_internal else subjects.requests("")
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -78,31 +72,24 @@ class Bus:
         is_internal: bool = True,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> AsyncIterator[Self]:
-        """Connect, and leave cleanly at the end of the block (at most about 3 s, whatever the server does).
+        """Connect, and leave cleanly at the end of the block (within about 6 s, whatever the server does).
 
         `client_id` names the inbox and must be this connection's own. `is_internal=False` is for the server's
         client user, who may not use internal inboxes. Raises BusUnavailableError when NATS doesn't let us in within
         `timeout_s`, and out of the block when the connection is closed for good.
         """
-        client_id = slug(client_id)
-        inbox = f"{INTERNAL_INBOX_ROOT if is_internal else INBOX_ROOT}.{client_id}"
+        subjects = Subjects(namespace)
         link = Link(name)
-        client = await _connect(url, name, inbox, link, timeout_s)
+        client = await _connect(url, name, _inbox(client_id, is_internal), link, timeout_s)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                bus = cls(client, link, tasks, client_id=client_id, namespace=namespace, inbox=inbox)
-                guard = tasks.create_task(_fail_when_closed(link), name="bus guard")
+            async with open_scope() as scope:
+                bus = cls(client, link, scope, client_id=client_id, subjects=subjects, is_internal=is_internal)
+                scope.spawn(_fail_when_closed(link), "bus guard")
+                await bus._start()
                 try:
-                    await bus._start()
                     yield bus
                 finally:
-                    guard.cancel()
                     await bus._leave()
-        except BaseExceptionGroup as group:
-            # The body's own exception (or the guard's) comes out as it is.
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
         finally:
             link.is_leaving = True
             await _close(client)
@@ -115,6 +102,11 @@ class Bus:
     @property
     def is_connected(self) -> bool:
         return self.link.is_up.is_set()
+
+    @property
+    def servings(self) -> Sequence[Serving]:
+        """The live subscriptions of `serve` and `listen`."""
+        return self._subscriptions.servings
 
     @property
     def num_dropped(self) -> int:
@@ -210,9 +202,9 @@ class Bus:
         ErrorRecord answer, any other exception is logged and becomes one too, so does a message that can't be
         decoded. Beyond `max_concurrent_calls` callers get CapacityError at once. On return the subscription is live.
         """
-        service = Service(self, subject, expected, handler, max_concurrent_calls)
-        service.attach(await self._subscribe(subject, queue, service.on_message))
-        self._servings.append(service)
+        service = Service(self, subject, queue, expected, handler, max_concurrent_calls)
+        await self._subscriptions.open(service)
+        await self.settle()
         return service
 
     async def listen(
@@ -228,20 +220,14 @@ class Bus:
         The callback's exceptions are logged and nothing else. `on_drop` is called for each message lost because
         the callback was too slow. On return the subscription is live.
         """
-        listener = Listener(self, subject, callback)
-        subscription = await self._subscribe(subject, queue, listener.on_message)
-        if on_drop is not None:
-            self.link.on_drop[id(subscription)] = on_drop
-        listener.attach(subscription)
-        self._servings.append(listener)
+        listener = Listener(subject, queue, callback)
+        await self._subscriptions.open(listener, on_drop)
+        await self.settle()
         return listener
 
     def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine in the bus's task group; an exception it lets out is logged. Cancelled on leaving."""
-        task = self._tasks.create_task(_logged(coro, name), name=name)
-        self._spawned.add(task)
-        task.add_done_callback(self._spawned.discard)
-        return task
+        return self._scope.spawn(_logged(coro, name), name)
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
         """Call `callback` in a task of its own after each reconnect; return a function that takes it back."""
@@ -250,8 +236,7 @@ class Bus:
 
     async def announce(self, service: str, version: str, metadata: dict[str, str] | None = None) -> None:
         """Answer the NATS micro protocol ($SRV.PING, INFO, STATS) as `busway-{service}`, for `nats micro ls`."""
-        await announce(self._nats, service, version, {"id": self.client_id, **(metadata or {})})
-        await self.settle()
+        await MicroService(self, service, version, metadata or {}).start()
 
     async def settle(self) -> None:
         """Return when the server has taken all that was sent before: an echo to ourselves, at most 1 s.
@@ -259,63 +244,30 @@ class Bus:
         nats-py's flush can't be used for this: it overtakes queued SUB and PUB lines, and cancelling it kills the
         read loop when the PONG comes.
         """
-        with contextlib.suppress(BusError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                with self._asks.expect() as (reply, future):
-                    await self.publish(reply, b"")
+        if self.is_connected:
+            with contextlib.suppress(BusError, TimeoutError), self._asks.expect() as (reply, future):
+                async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                    await self.publish(self._settle_subject or reply, b"", reply=reply)
                     await future
-
-    def forget(self, serving: Serving, subscription: Subscription) -> None:
-        """Drop a serving that stops, for bus.serving."""
-        self._servings.remove(serving)
-        self.link.on_drop.pop(id(subscription), None)
-
-    async def drain_subscription(self, subscription: Subscription) -> None:
-        """End interest and wait until received messages have been handed out, for bus.serving."""
-        if not self.is_connected:
-            with contextlib.suppress(Error):
-                await subscription.unsubscribe()
-            return
-        # In a task of its own: cancelling nats-py's drain in the middle of its flush kills the read loop.
-        drained = self.spawn(_drain(subscription), f"drain {subscription.subject}")
-        await asyncio.wait({drained}, timeout=LEAVE_TIMEOUT_S)
 
     async def _start(self) -> None:
         self.link.came_back = self._came_back
         await self._nats.subscribe(f"{self.inbox}.*", cb=self._asks.on_message)
         await self.settle()
 
-    async def _subscribe(self, subject: str, queue: str, callback: Callable[..., Awaitable[None]]) -> Subscription:
-        try:
-            subscription = await self._nats.subscribe(
-                subject,
-                queue,
-                cb=callback,
-                pending_msgs_limit=PENDING_MESSAGES_LIMIT,
-                pending_bytes_limit=PENDING_BYTES_LIMIT,
-            )
-        except Error as error:
-            raise BusUnavailableError(f"can't subscribe to {subject}: {error}") from error
-        await self.settle()
-        return subscription
-
     def _came_back(self) -> None:
         for callback in list(self._reconnect_callbacks):
             self.spawn(_call(callback), "reconnect callback")
 
     async def _leave(self) -> None:
-        self.link.came_back = _ignore
+        self.link.came_back = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                for serving in list(self._servings):
-                    await serving.stop()
-                    await serving.wait_idle()
-        for task in self._spawned:
-            task.cancel()
+                await self._subscriptions.close_all()
 
 
-def _ignore() -> None:
-    """A reconnect while leaving is nobody's business."""
+def _inbox(client_id: str, is_internal: bool) -> str:
+    return f"{INTERNAL_INBOX_ROOT if is_internal else INBOX_ROOT}.{slug(client_id)}"
 
 
 async def _connect(url: str, name: str, inbox: str, link: Link, timeout_s: float) -> NatsClient:
@@ -363,11 +315,6 @@ async def _publish_slowly(client: NatsClient, subject: str, payload: bytes, repl
     await client.publish(subject, payload, reply)
     if task and task.cancelling() > before:
         raise asyncio.CancelledError
-
-
-async def _drain(subscription: Subscription) -> None:
-    with contextlib.suppress(Error):
-        await subscription.drain()
 
 
 async def _logged(coro: Coroutine[Any, Any, None], name: str) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from nats.aio.subscription import Subscription
-from nats.errors import SlowConsumerError
+from nats.errors import SlowConsumerError, UnexpectedEOF
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class Link:
         self.num_dropped = 0
         self.is_leaving = False
         self.last_error: Exception | None = None
-        self.came_back: Callable[[], None] = _nothing
-        self.on_drop: dict[int, Callable[[], None]] = {}
+        self.came_back: Callable[[], None] | None = None
+        self.on_drop: dict[Subscription, Callable[[], None]] = {}
         self._logged: dict[str, float] = {}
 
     async def connected(self) -> None:
@@ -41,7 +41,8 @@ class Link:
     async def reconnected(self) -> None:
         self.is_up.set()
         logger.info("%s: connection to NATS is back", self.name)
-        self.came_back()
+        if self.came_back is not None:
+            self.came_back()
 
     async def closed(self) -> None:
         self.is_up.clear()
@@ -52,14 +53,14 @@ class Link:
         self.last_error = error
         if isinstance(error, SlowConsumerError):
             self._dropped(error.sub)
-        elif self.is_up.is_set():
+        elif self.is_up.is_set() and not isinstance(error, UnexpectedEOF):  # `disconnected` says that better
             self._log(f"{type(error).__name__}: {error}")
 
     def _dropped(self, subscription: Subscription) -> None:
         # nats-py drops the newest message: no later one may ever show the gap, so whoever listens must be told.
         self.num_dropped += 1
         self._log(f"slow consumer: messages on {subscription.subject} are being lost")
-        on_drop = self.on_drop.get(id(subscription))
+        on_drop = self.on_drop.get(subscription)
         if on_drop is not None:
             on_drop()
 
@@ -70,7 +71,3 @@ class Link:
                 self._logged.clear()
             self._logged[text] = now
             logger.warning("%s: NATS: %s", self.name, text)
-
-
-def _nothing() -> None:
-    """Nobody asked to hear of reconnects yet."""
