@@ -11,13 +11,14 @@ from schemas.hop import AcceptedHop, Drain
 from schemas.ids import WorkerId
 
 LONGEST_S = 24 * 3600.0
-ANSWER_MARGIN_S = 2.0
+TAKE_ORDER_S = 3.0
+ANSWER_MARGIN_S = 2.0  # a worker answers a moment after it has left the fleet
 
 
 async def drain_worker(bus: Bus, worker: WorkerId, *, grace_s: float | None) -> None:
     """Return when the worker has ended everything in flight and left the fleet.
 
-    Raises CommandError for an unknown worker and for one that dies before it is done.
+    Raises CommandError for an unknown worker one that doesn't obey and one that dies before it is done.
     """
     async with watch(bus) as fleet:
         try:
@@ -26,12 +27,12 @@ async def drain_worker(bus: Bus, worker: WorkerId, *, grace_s: float | None) -> 
             raise CommandError(f"no live worker {worker!r} in this fleet; `busway status` lists them") from None
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(_ask(bus, worker, grace_s), name="drain")
-            death = tasks.create_task(_wait_for_death(fleet, worker), name="death watch")
-            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
-            death.cancel()
+            trouble = tasks.create_task(_trouble(fleet, worker), name="trouble with the drain")
+            await asyncio.wait({answer, trouble}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 answer.cancel()
-                raise CommandError(f"{worker} ended before it was drained")
+                raise CommandError(trouble.result())
+            trouble.cancel()
 
 
 async def _ask(bus: Bus, worker: WorkerId, grace_s: float | None) -> None:
@@ -41,7 +42,17 @@ async def _ask(bus: Bus, worker: WorkerId, grace_s: float | None) -> None:
         raise CommandError(f"{worker} does not listen any more") from error
 
 
-async def _wait_for_death(fleet: Fleet, worker: WorkerId) -> None:
-    """Return when the worker has left the fleet without an answer; it answers a moment after it left."""
+async def _trouble(fleet: Fleet, worker: WorkerId) -> str:
+    """Return why no answer will come, once that is clear: the order was not taken, or the worker left without one."""
+    try:
+        await fleet.wait_for(lambda now: not _is_ready(now, worker), timeout_s=TAKE_ORDER_S)
+    except TimeoutError:
+        return f"{worker} did not take the order within {TAKE_ORDER_S:.0f} s; may this NATS user drain workers?"
     await fleet.wait_for(lambda now: worker not in now.workers, timeout_s=LONGEST_S)
     await asyncio.sleep(ANSWER_MARGIN_S)
+    return f"{worker} ended before it was drained"
+
+
+def _is_ready(fleet: Fleet, worker: WorkerId) -> bool:
+    record = fleet.workers.get(worker)
+    return record is not None and record.state == "ready"
