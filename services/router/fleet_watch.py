@@ -9,7 +9,6 @@ from typing import Literal
 from bus.connection import Bus
 from bus.discovery import Fleet
 from bus.serving import Serving
-from schemas.ids import Epoch, WorkerId
 from schemas.request import GenerateRequest
 from schemas.worker import Record, RuntimeConfig
 from services.router.candidates import incompatibilities
@@ -27,7 +26,6 @@ class FleetWatch:
         self._bus = bus
         self._fleet = fleet
         self._router = router
-        self._epochs: dict[WorkerId, Epoch] = {}
         self._servings: dict[str, Serving] = {}
         self._reasons: set[str] = set()
         self._changed = asyncio.Event()
@@ -66,15 +64,8 @@ class FleetWatch:
             await self._servings.pop(model).stop()
 
     def _on_worker(self, kind: Literal["joined", "changed", "left"], config: RuntimeConfig) -> None:
-        known = self._epochs.get(config.worker_id)
         if kind == "left":
-            if known == config.epoch:
-                del self._epochs[config.worker_id]
-                self._router.worker_left(config.worker_id)
-            return
-        if known is not None and known != config.epoch:
             self._router.worker_left(config.worker_id)
-        self._epochs[config.worker_id] = config.epoch
 
     def _explain(self) -> None:
         """Log each reason of incompatibility once."""

@@ -134,7 +134,7 @@ class Journey:
                     await self._bus.publish(self._on_the_way.request.stream.subject, encode_frames(frames))
 
     async def _ask(self, ask: Ask, hops: asyncio.TaskGroup) -> None:
-        """Choose and send a leg; in a rendezvous of a chosen worker decode is asked in the same breath."""
+        """Choose who gets a leg and send it; the answer comes as an event."""
         way = self._on_the_way
         compat = self._hops.compat if ask.params is not None else ""
         try:
@@ -147,8 +147,7 @@ class Journey:
         self._hops.sent(hop)
         self._dispatcher.sent(hop)
         hops.create_task(self._send(hop, way.ack_timeout_s), name=f"{hop.leg} hop")
-        bootstrap = hop.message.bootstrap if isinstance(hop.message, PrefillRequest) else None
-        await self._carry_out(self.route.handle(LegSent(hop.leg, hop.worker, bootstrap)), hops)
+        self.route.handle(LegSent(hop.leg, hop.worker))
 
     async def _send(self, hop: Hop, ack_timeout_s: float) -> None:
         self.post(await self._outcome(hop, ack_timeout_s))
@@ -172,7 +171,8 @@ class Journey:
         worker = WorkerId(ack.by)
         self._dispatcher.accepted(hop, worker)
         self._hops.accepted(hop.leg, worker)
-        return LegAccepted(hop.leg, worker, ack.epoch, ack.bootstrap)
+        bootstrap = hop.message.bootstrap if isinstance(hop.message, PrefillRequest) else None
+        return LegAccepted(hop.leg, worker, ack.epoch, bootstrap or ack.bootstrap)
 
     async def _abort(self, instruction: AbortLeg) -> None:
         abort = encode(Abort(attempt_id=self.route.attempt_id, reason=instruction.reason, error=instruction.error))

@@ -1,8 +1,10 @@
 """The way of one request through its workers: events in, instructions out. Pure: no I/O, no clock, no choice of worker.
 
 There is one code path for both handoffs: *when the disaggregated params are known, decode is asked.* They are known
-with the prefill leg's sending or ack (rendezvous) or with its result (after prefill); aggregated requests have none
-and ask decode at once.
+with the prefill leg's ack (rendezvous) or with its result (after prefill); aggregated requests have none and ask
+decode at once. (A rendezvous could ask both in the same breath. Waiting for the ack costs a round trip that prefill
+computes through anyway, and then a full or leaving prefill worker, or a prompt it refuses, never costs decode or the
+request anything: the leg just goes to another.)
 
 The router is the request's holder, and alone may send its terminal frame, until decode acks; from then on a failure is
 told to decode, which ends the stream. Whatever ends a route also aborts every leg that may still hold something.
@@ -14,7 +16,7 @@ import msgspec
 
 from bus.deadlines import Due, next_due
 from bus.deadlines import Stage as RequestStage
-from schemas.errors import BuswayError, ErrorRecord, WorkerError, WorkerLostError
+from schemas.errors import BuswayError, ErrorRecord, WorkerLostError
 from schemas.frames import Failed, Finished, Frame, Timings, Tokens, Usage
 from schemas.handoff import DisaggregatedParams, Handoff
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
@@ -24,15 +26,14 @@ from services.router.policies import Leg
 
 
 class LegSent(msgspec.Struct, frozen=True):
-    """A leg is on its way: to `worker`, or to a queue group (None). `params`: made by the router for a rendezvous."""
+    """A leg is on its way: to `worker`, or to a queue group (None)."""
 
     leg: Leg
     worker: WorkerId | None
-    params: DisaggregatedParams | None = None
 
 
 class LegAccepted(msgspec.Struct, frozen=True):
-    """`params`: the rendezvous of a queue group's member."""
+    """`params`: the rendezvous that this prefill will keep."""
 
     leg: Leg
     worker: WorkerId
@@ -154,9 +155,9 @@ class Route:
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event; return what to do, in order."""
         match event:
-            case LegSent(leg, worker, params):
+            case LegSent(leg, worker):
                 self._leg(leg).worker = worker
-                return self._params_known(params)
+                return []
             case LegAccepted():
                 return self._on_accepted(event)
             case LegBusy(leg):
@@ -208,9 +209,6 @@ class Route:
         if self.stage == "ended":
             leg.state = "over"
             return []
-        if leg is self._prefill and self._decode.state != "idle":
-            leg.state = "over"  # decode waits for this very worker: the room can't move to another
-            return self._fail(WorkerError("the prefill worker turned busy", phase="prefill"))
         return [self._ask(leg)]
 
     def _on_silent(self, leg: _Leg) -> list[Instruction]:

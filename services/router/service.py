@@ -1,18 +1,18 @@
 """The router process: joins the fleet, routes until told to stop, then leaves without losing a request."""
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from importlib.metadata import version
 
 import msgspec
 
 from bus.connection import Bus
 from bus.discovery import register, watch
+from bus.scope import open_scope
 from schemas.hop import Abort
 from schemas.ids import Epoch
 from schemas.worker import ServiceRecord
@@ -35,9 +35,10 @@ async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, rea
         await bus.listen(router.result_subject, router.on_result)
         await bus.serve(bus.subjects.router(record.id, "abort"), Abort, router.on_abort)
         async with (
-            _running(fleet_watch),
+            open_scope() as scope,
             register(bus, record, lambda: (router.num_routed, False)) as registration,
         ):
+            scope.spawn(fleet_watch.run(), "fleet watch")
             await bus.announce("router", version("busway"), {"policy": config.policy})
             ready(record.id)
             await stop.wait()
@@ -56,16 +57,6 @@ def _record(config: RouterConfig) -> ServiceRecord:
         host=host,
         pid=os.getpid(),
     )
-
-
-@contextlib.asynccontextmanager
-async def _running(fleet_watch: FleetWatch) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(fleet_watch.run(), name="fleet watch")
-        try:
-            yield
-        finally:
-            task.cancel()
 
 
 async def _drain(router: PrefillRouter, drain_s: float) -> None:

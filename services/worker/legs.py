@@ -101,18 +101,15 @@ class LegDesk:
                 self._abort(entry.attempt_id, None)
 
     def drop_all(self, error: BuswayError) -> None:
-        """Make every attempt end with an error, through the engine."""
+        """End every attempt with an error, without waiting for the engine's word."""
         for entry in self.ledger:
-            self._abort(entry.attempt_id, error.record())
+            self._close(entry, error.record())
+            self._abort(entry.attempt_id, None)
 
     def engine_died(self, cause: BaseException) -> None:
         """Tell every attempt's owner what the engine can't tell any more."""
-        error = EngineError(f"the engine died: {cause}").record()
         for entry in self.ledger:
-            if entry.result_subject:
-                self._deliver(entry, PrefillFailed(attempt_id=entry.attempt_id, error=error), 0.0)
-            else:
-                self._deliver(entry, Failed(entry.attempt_id, entry.next_seq, error), 0.0)
+            self._close(entry, EngineError(f"the engine died: {cause}").record())
 
     def _admit(self, leg: PrefillRequest | DecodeRequest) -> AcceptedHop | Busy | None:
         """Hand a leg to the engine; return the answer when it doesn't get that far. Raises the engine's refusal."""
@@ -156,6 +153,12 @@ class LegDesk:
                 self._outlet.tell(entry.result_subject, event)
         self.ledger.close(entry.attempt_id)
         self._loads.nudge()
+
+    def _close(self, entry: Entry, error: ErrorRecord) -> None:
+        event: EngineEvent = Failed(entry.attempt_id, entry.next_seq, error)
+        if entry.result_subject:
+            event = PrefillFailed(attempt_id=entry.attempt_id, error=error)
+        self._deliver(entry, event, 0.0)
 
     def _abort(self, attempt_id: AttemptId, error: ErrorRecord | None) -> None:
         """With an error the attempt stays in the ledger until the engine's last event of it."""

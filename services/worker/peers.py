@@ -70,12 +70,10 @@ class PeerWatch:
         if not isinstance(record, RuntimeConfig):
             return
         known = self._epochs.get(record.worker_id)
-        is_peer = kind != "left" and is_pair(self._me, record)
-        if known is not None and (known != record.epoch if kind != "left" else known == record.epoch):
+        if kind == "left" and known == record.epoch:
             del self._epochs[record.worker_id]
-            self._engine.peer_left(record.worker_id, known)
-            known = None
-        if is_peer and known is None:
+            self._engine.peer_left(record.worker_id, record.epoch)
+        elif kind != "left" and known is None and is_pair(self._me, record):
             self._epochs[record.worker_id] = record.epoch
             self._engine.peer_joined(record.worker_id, record.epoch)
 

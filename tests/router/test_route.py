@@ -62,11 +62,13 @@ def route_to(stage: str, make_request: MakeRequest, handoff: Handoff | None) -> 
     """A route that has come as far as `stage`: prefill_asked, prefill_held, decode_asked or decode_held."""
     route = Route(make_request(), handoff)
     route.start()
-    bootstrap = ROOM if handoff == "rendezvous" else None
     steps: list[tuple[str, Event]] = [
-        ("prefill_asked", LegSent("prefill", P, bootstrap)),
+        ("prefill_asked", LegSent("prefill", P)),
         ("prefill_held", LegAccepted("prefill", P, EPOCH)),
-        ("decode_asked", DONE if handoff == "after_prefill" else LegSent("decode", D)),
+        (
+            "decode_asked",
+            DONE if handoff == "after_prefill" else LegAccepted("prefill", P, EPOCH, ROOM),
+        ),
         ("decode_asked", LegSent("decode", D)),
         ("decode_held", LegAccepted("decode", D, EPOCH)),
     ]
@@ -92,13 +94,7 @@ def test_after_prefill_asks_decode_with_the_result(make_request: MakeRequest) ->
     assert route.stage == "handed_over"
 
 
-def test_a_rendezvous_asks_decode_as_soon_as_prefill_was_sent(make_request: MakeRequest) -> None:
-    route = Route(make_request(), "rendezvous")
-    route.start()
-    assert route.handle(LegSent("prefill", P, ROOM)) == [Ask(leg="decode", params=ROOM, prefill_worker=P)]
-
-
-def test_a_rendezvous_by_queue_group_asks_decode_with_the_members_ack(make_request: MakeRequest) -> None:
+def test_a_rendezvous_asks_decode_with_prefills_ack(make_request: MakeRequest) -> None:
     route = Route(make_request(), "rendezvous")
     route.start()
     assert route.handle(LegSent("prefill", None)) == []
@@ -142,15 +138,6 @@ def test_a_busy_worker_never_held_the_leg_and_another_is_asked(make_request: Mak
     assert ask.params == TICKET
 
 
-def test_a_prefill_worker_busy_in_a_rendezvous_fails_retryably_and_frees_decode(make_request: MakeRequest) -> None:
-    route = Route(make_request(), "rendezvous")
-    route.start()
-    route.handle(LegSent("prefill", P, ROOM))
-    instructions = route.handle(LegBusy("prefill"))
-    assert kinds(instructions) == ["Say", "AbortLeg:decode"]
-    assert failed(instructions).error.code == "worker_error"
-
-
 def test_a_silent_prefill_is_aborted_and_the_attempt_fails_as_lost(make_request: MakeRequest) -> None:
     route = route_to("prefill_asked", make_request, "after_prefill")
     instructions = route.handle(LegSilent("prefill"))
@@ -191,8 +178,7 @@ def test_an_abort_reaches_both_legs_in_any_phase(make_request: MakeRequest, hand
     }
     for stage, legs in expected.items():
         route = route_to(stage, make_request, handoff)
-        aborts = set(kinds(route.handle(AbortAsked("client"))))
-        assert aborts == legs | ({"AbortLeg:decode"} if handoff == "rendezvous" else set())
+        assert set(kinds(route.handle(AbortAsked("client")))) == legs
         assert route.stage == "ended"
 
 
@@ -274,15 +260,13 @@ class World:
     def ask(self, ask: Ask) -> None:
         rendezvous = self.route.handoff == "rendezvous" and ask.leg == "prefill"
         worker = P if ask.leg == "prefill" else D
-        made = ROOM if rendezvous and not self.is_group else None
         self.asked.append(ask.leg)
         outcome = self.rng.choice(["accept", "accept", "accept", "busy", "refuse", "silent"])
         if self.asked.count(ask.leg) > 3:
             outcome = "refuse"
         if outcome == "accept":
             self.holding.add(ask.leg)
-            member = ROOM if rendezvous and self.is_group else None
-            self.mail.append(LegAccepted(ask.leg, worker, EPOCH, member))
+            self.mail.append(LegAccepted(ask.leg, worker, EPOCH, ROOM if rendezvous else None))
             if ask.leg == "prefill":
                 params = ROOM if self.route.handoff == "rendezvous" else TICKET
                 self.mail.append(
@@ -291,7 +275,7 @@ class World:
                             PrefillDone(attempt_id=ATTEMPT, params=params),
                             PrefillDone(attempt_id=ATTEMPT, params=params),
                             PrefillFailed(attempt_id=ATTEMPT, error=BAD),
-                            *([PrefillEnded(attempt_id=ATTEMPT, token_id=1, reason="stop")] if made is None else []),
+                            *([PrefillEnded(attempt_id=ATTEMPT, token_id=1, reason="stop")] if not rendezvous else []),
                         ]
                     )
                 )
@@ -302,7 +286,7 @@ class World:
                 "silent": LegSilent(ask.leg),
             }
             self.mail.append(events[outcome])
-        self.carry_out(self.route.handle(LegSent(ask.leg, None if self.is_group else worker, made)))
+        self.carry_out(self.route.handle(LegSent(ask.leg, None if self.is_group else worker)))
 
     def deliver(self, event: Event) -> None:
         if isinstance(event, PrefillFailed | PrefillEnded):
