@@ -52,7 +52,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None

@@ -31,6 +31,7 @@ class Tokenizer:
         self._text_bytes = TokenBytes(self._find_text_bytes)
         self._token_bytes = TokenBytes(self._find_token_bytes)
         swallows_spaces = any(token.lstrip or token.rstrip for token in added)
+        self._vanishing: tuple[str, ...] = ()
         self._max_token_bytes = 0 if swallows_spaces else self._longest_token_bytes(settings)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -41,7 +42,10 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """Return a number of ids that this text can't come below, at once; 0 where nothing is known."""
-        return len(text) // self._max_token_bytes if self._max_token_bytes else 0
+        if not self._max_token_bytes:
+            return 0
+        num_kept = len(text) - sum(text.count(char) for char in self._vanishing)
+        return num_kept // self._max_token_bytes
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids at once, special tokens skipped."""
@@ -82,13 +86,19 @@ class Tokenizer:
     def _longest_token_bytes(self, settings: dict[str, object]) -> int:
         """Return how many bytes of text one id stands for at most; 0 when text may vanish on the way to ids.
 
-        Only for byte-level vocabularies without a normalizer: every byte of the text is in exactly one token.
+        Only for byte-level vocabularies without a normalizer, where every byte of the text is in exactly one token,
+        save those that the vocabulary lacks: notes which ASCII characters these are (SmolLM2 lacks six controls).
         """
         splitter = json.dumps(settings.get("pre_tokenizer"))
         kinds = {kind for kind in _types(settings.get("pre_tokenizer")) if kind not in _KEEP_ALL_TEXT}
         if not self._is_byte_level or settings.get("normalizer") or kinds or '"Removed"' in splitter:
             return 0
-        return max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        lacking = {byte for char, byte in _BYTE_OF_CHAR.items() if char not in vocabulary}
+        if any(0x80 <= byte < 0xC0 for byte in lacking):
+            return 0
+        self._vanishing = tuple(chr(byte) for byte in lacking if byte < 0x80)
+        return max((len(token.encode()) for token in vocabulary), default=0)
 
 
 def _types(node: object) -> list[str]:
