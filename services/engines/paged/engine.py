@@ -28,6 +28,7 @@ from services.engines.paged.prefill_leg import PrefillLeg
 from services.engines.paged.pull import PullDecode, PullPrefill
 from services.engines.paged.rendezvous import MeetDecode, MeetPrefill
 from services.engines.paged.runner import ModelRunner, RunnerSpec
+from services.engines.pause import PausePoints
 from services.engines.protocol import Emit, EngineEvent, EngineLoad, EngineProfile, PeerLink
 from services.kv.lease import LeaseTable
 from services.kv.mover import Mover
@@ -47,8 +48,10 @@ class PagedEngine:
         *,
         handoff: HandoffMode = "pull",
         options: HandoffOptions | None = None,
+        pauses: PausePoints | None = None,
     ) -> None:
         self._handoff = handoff
+        self._pauses = pauses or PausePoints()
         self._options = options or HandoffOptions()
         self._desk = EngineThread(runner, transfer.allocate_host)
         self._mover = Mover(transfer)
@@ -69,7 +72,7 @@ class PagedEngine:
             spec = await self._desk.start(self._on_notices)
             agent = await self._serve_pool(spec, worker, epoch)
             async with _one_error(), asyncio.TaskGroup() as tasks:
-                self._site = _make_site(self._desk, self._mover, self._options, spec, agent, worker, peers, emit, tasks)
+                self._site = self._make_site(spec, agent, worker, peers, emit, tasks)
                 self._answers = Answers(self._site)
                 tasks.create_task(_forget_what_is_over(self._site), name="handoff-housekeeping")
                 ready(_profile(spec, self._handoff))
@@ -144,6 +147,11 @@ class PagedEngine:
             num_remote_prefills=totals.num_remote_prefills,
         )
 
+    def open_handoffs(self) -> list[AttemptId]:
+        """Return the attempts whose handoff is under way here, for leak checks."""
+        site = self._running()
+        return [*site.legs, *site.writes]
+
     def _running(self) -> HandoffSite:
         if self._site is None:
             raise UnavailableError("the engine isn't ready")
@@ -159,6 +167,32 @@ class PagedEngine:
             host_id=host_id(),
             num_blocks=spec.num_blocks,
             blob=blob,
+        )
+
+    def _make_site(
+        self,
+        spec: RunnerSpec,
+        agent: AgentMetadata,
+        worker: WorkerId,
+        link: PeerLink,
+        emit: Emit,
+        tasks: asyncio.TaskGroup,
+    ) -> HandoffSite:
+        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
+            return tasks.create_task(coroutine, name=name)
+
+        mover = self._mover
+        return HandoffSite(
+            desk=self._desk,
+            mover=mover,
+            link=link,
+            peers=PeerBook(worker=worker, epoch=agent.epoch, agent=agent, mover=mover, link=link, spawn=spawn),
+            leases=LeaseTable(max_lease_s=self._options.lease_s),
+            options=self._options,
+            block_size=spec.layout.block_size,
+            pauses=self._pauses,
+            emit=emit,
+            spawn=spawn,
         )
 
     def _decode_alone(self, site: HandoffSite, leg: DecodeRequest, prefill: Leg | None) -> None:
@@ -194,34 +228,6 @@ async def _one_error() -> AsyncIterator[None]:
         if len(group.exceptions) == 1:
             raise group.exceptions[0] from None
         raise
-
-
-def _make_site(
-    desk: EngineThread,
-    mover: Mover,
-    options: HandoffOptions,
-    spec: RunnerSpec,
-    agent: AgentMetadata,
-    worker: WorkerId,
-    link: PeerLink,
-    emit: Emit,
-    tasks: asyncio.TaskGroup,
-) -> HandoffSite:
-    def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-        return tasks.create_task(coroutine, name=name)
-
-    book = PeerBook(worker=worker, epoch=agent.epoch, agent=agent, mover=mover, link=link, spawn=spawn)
-    return HandoffSite(
-        desk=desk,
-        mover=mover,
-        link=link,
-        peers=book,
-        leases=LeaseTable(max_lease_s=options.lease_s),
-        options=options,
-        block_size=spec.layout.block_size,
-        emit=emit,
-        spawn=spawn,
-    )
 
 
 async def _forget_what_is_over(site: HandoffSite) -> None:

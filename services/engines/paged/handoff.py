@@ -24,6 +24,7 @@ from schemas.peer import Stranded
 from schemas.request import GenerateRequest
 from services.engines.paged.desk import BlocksReserved, ChunkComputed, Desk, PromptComputed
 from services.engines.paged.peers import PeerBook, Spawn
+from services.engines.pause import PausePoints
 from services.engines.protocol import Emit, EngineEvent, PeerLink
 from services.kv.lease import LeaseTable
 from services.kv.mover import Move, Mover
@@ -50,6 +51,10 @@ class HandoffOptions(msgspec.Struct, frozen=True, kw_only=True):
     ask_s: float = 1.0
     fetch: Literal["auto", "read", "write"] = "auto"
 
+    def __post_init__(self) -> None:
+        if min(self.lease_s, self.transfer_s, self.rendezvous_s, self.ask_s) <= 0:
+            raise ValueError("times must be above 0")
+
 
 class Totals:
     """Counters since start, kept by the decode side, which knows of every transfer exactly once."""
@@ -73,6 +78,7 @@ class HandoffSite:
         leases: LeaseTable,
         options: HandoffOptions,
         block_size: int,
+        pauses: PausePoints,
         emit: Emit,
         spawn: Spawn,
     ) -> None:
@@ -83,6 +89,7 @@ class HandoffSite:
         self.leases = leases
         self.options = options
         self.block_size = block_size
+        self.pauses = pauses
         self.emit = emit
         self.spawn = spawn
         self.totals = Totals()

@@ -68,6 +68,7 @@ class PullPrefill(PrefillLeg):
                 )
             )
             return
+        await self.site.pauses.wait("before_ticket", self.attempt_id)
         ticket = self._grant(computed)
         self.emit_result(PrefillDone(attempt_id=self.attempt_id, params=ticket, timings=self.timings()))
         await self._end_of_lease()
@@ -95,6 +96,7 @@ class PullPrefill(PrefillLeg):
             peer = await self.site.peers.connect(order.decode_worker, order.decode_epoch)
         if self._write is None:  # nobody else has begun it meanwhile
             self._begin_write(order, peer)
+            await self.site.pauses.wait("mid_transfer", self.attempt_id)
         if self._write is None or self._write[0] != order:
             raise KvTransferFailedError("another write of these blocks is under way")
         move = self._write[1]
@@ -180,6 +182,7 @@ class PullDecode(DecodeLeg):
         num_blocks = num_blocks_for(ticket.num_tokens, self.site.block_size)
         moves = block_moves(ticket.block_ids, reserved.block_ids, first=reserved.num_cached_blocks, last=num_blocks)
         num_bytes = await self._fetch(moves) if len(moves) else 0
+        await self.site.pauses.wait("before_confirm", self.attempt_id)
         await self._confirm()
         return Arrival(
             first_token_id=ticket.first_token_id,
@@ -214,6 +217,7 @@ class PullDecode(DecodeLeg):
         deadline = time.monotonic() + self.site.options.transfer_s
         move = self.site.mover.move("read", peer.name, moves.target, moves.source, deadline=deadline)
         self.landing = ReadLanding(move)
+        await self.site.pauses.wait("mid_transfer", self.attempt_id)
         num_bytes = await moved([move])
         self.landing = None
         return num_bytes

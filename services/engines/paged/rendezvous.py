@@ -133,6 +133,7 @@ class MeetPrefill(PrefillLeg):
                 peer = await self.site.peers.connect(self._meet.decode_worker, self._meet.decode_epoch)
             began_s = began_s or time.monotonic()
             self._write_ready_blocks(peer, self._meet)
+            await self.site.pauses.wait("mid_transfer", self.attempt_id)
         if self._meet is None:
             raise KvTransferFailedError("delivered to nobody")
         self._limit_transfer(self._meet)
