@@ -19,6 +19,7 @@ import msgspec
 from bus.connection import Bus
 from bus.deadlines import check_deadlines, next_due
 from bus.flight import Flight
+from bus.subscriptions import PENDING_MESSAGES_LIMIT
 from schemas.errors import AckTimeoutError, BusUnavailableError, BuswayError, CapacityError
 from schemas.frames import Accepted, Decoding, Frame, Prefilling, decode_frames
 from schemas.hop import Abort, AcceptedHop, Busy
@@ -36,8 +37,8 @@ MAX_ABORTED_REMEMBERED = 4096
 class Client:
     """All requests of one bus connection. `start` once, then `generate` as often as wanted.
 
-    `num_in_flight` requests are open. With `owner` (an id whose heartbeat is on the bus) holders can tell that this
-    client died.
+    With `owner` (an id whose heartbeat is on the bus) holders can tell that this client died. bus.flight explains the
+    two silences.
     """
 
     def __init__(
@@ -48,12 +49,16 @@ class Client:
         ack_timeout_s: float = 1.0,
         max_tries: int = 3,
         silence_s: float = 30.0,
+        suspect_silence_s: float = 5.0,
+        max_pending_messages: int = PENDING_MESSAGES_LIMIT,
     ) -> None:
         self._bus = bus
         self._stream = StreamAddress(subject=f"{bus.inbox}.tok.s", owner=owner)
         self._ack_timeout_s = ack_timeout_s
         self._max_tries = max_tries
         self._silence_s = silence_s
+        self._suspect_silence_s = suspect_silence_s
+        self._max_pending_messages = max_pending_messages
         self._flights: dict[AttemptId, Flight] = {}
         self._aborted: OrderedDict[tuple[AttemptId, str], None] = OrderedDict()
 
@@ -63,7 +68,12 @@ class Client:
 
     async def start(self) -> None:
         """Subscribe to this client's streams; they end with the bus."""
-        await self._bus.listen(f"{self._bus.inbox}.tok.>", self._on_frames, on_drop=self._suspect)
+        await self._bus.listen(
+            f"{self._bus.inbox}.tok.>",
+            self._on_frames,
+            on_drop=self._suspect,
+            max_pending_messages=self._max_pending_messages,
+        )
         self._bus.on_reconnect(self._reconnected)
 
     async def generate(
@@ -117,7 +127,7 @@ class Client:
         subject = self._bus.subjects.requests(request.model)
         for number in range(1, self._max_tries + 1):
             check_deadlines(request.deadlines, "sent", time.time())
-            flight = self._flights[request.attempt_id] = Flight(request, self._silence_s)
+            flight = self._flights[request.attempt_id] = Flight(request, self._silence_s, self._suspect_silence_s)
             is_taken = False
             try:
                 is_taken = await self._send(subject, flight, is_last=number == self._max_tries)

@@ -22,7 +22,7 @@ from bus.micro import MicroService
 from bus.scope import Scope, open_scope
 from bus.serving import Answer, Call, Listener, Service, Serving
 from bus.subjects import INBOX_ROOT, INTERNAL_INBOX_ROOT, Subjects, check_subject, slug
-from bus.subscriptions import Subscriptions
+from bus.subscriptions import PENDING_MESSAGES_LIMIT, Subscriptions
 from schemas.errors import AckTimeoutError, BusError, BusUnavailableError, PayloadTooLargeError
 from schemas.message import Message, encode
 
@@ -214,6 +214,7 @@ class Bus:
         *,
         queue: str = "",
         on_drop: Callable[[], None] | None = None,
+        max_pending_messages: int = PENDING_MESSAGES_LIMIT,
     ) -> Serving:
         """Hand every message on a subject (wildcards allowed) to `callback(subject, payload)`, in order.
 
@@ -221,7 +222,7 @@ class Bus:
         the callback was too slow. On return the subscription is live.
         """
         listener = Listener(subject, queue, callback)
-        await self._subscriptions.open(listener, on_drop)
+        await self._subscriptions.open(listener, max_pending_messages, on_drop)
         await self.settle()
         return listener
 

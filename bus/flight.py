@@ -1,7 +1,8 @@
 """One attempt in flight at its owner: the reader, what it delivered and nobody has taken yet, and its timer.
 
 Silence: before the first token only the request's deadlines and the loss of its holder end a flight. From then on
-`silence_s` without a frame breaks the stream, or SUSPECT_SILENCE_S once frames may have been lost.
+`silence_s` without a frame breaks the stream, or `suspect_silence_s` once frames may have been lost (a slow consumer's
+drop, a reconnect).
 """
 
 import asyncio
@@ -14,7 +15,6 @@ from schemas.errors import BuswayError, WorkerLostError, error_from
 from schemas.frames import Failed, Finished, Frame
 from schemas.request import GenerateRequest
 
-SUSPECT_SILENCE_S = 5.0
 LOST_HOLDER_GRACE_S = 0.5
 
 _End = tuple[float, Callable[[], BuswayError]]
@@ -26,12 +26,13 @@ class Flight:
     `has_heard`: some frame has arrived. `has_terminal`: Finished or Failed has, so nobody holds the attempt now.
     """
 
-    def __init__(self, request: GenerateRequest, silence_s: float) -> None:
+    def __init__(self, request: GenerateRequest, silence_s: float, suspect_silence_s: float) -> None:
         self.request = request
         self.reader = StreamReader(request.attempt_id, num_resumed=len(request.resume))
         self.has_heard = False
         self.has_terminal = False
         self._silence_s = silence_s
+        self._suspect_silence_s = suspect_silence_s
         self._frames: list[Frame] = []
         self._error: BuswayError | None = None
         self._waker: asyncio.Future[None] | None = None
@@ -147,7 +148,7 @@ class Flight:
         if self.reader.stage == "streaming":
             ends.append((self._heard_at + self._silence_s, self._silent))
             if self._suspect_at is not None:
-                ends.append((self._suspect_at + SUSPECT_SILENCE_S, self._silent))
+                ends.append((self._suspect_at + self._suspect_silence_s, self._silent))
         elif self._suspect_at is not None:
             ends.append((self._suspect_at + self._silence_s, self._silent))
         return ends

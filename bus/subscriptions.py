@@ -29,14 +29,19 @@ class Subscriptions:
         self._link = link
         self._scope = scope
 
-    async def open(self, serving: Serving, on_drop: Callable[[], None] | None = None) -> None:
+    async def open(
+        self,
+        serving: Serving,
+        max_pending_messages: int = PENDING_MESSAGES_LIMIT,
+        on_drop: Callable[[], None] | None = None,
+    ) -> None:
         """Subscribe for a serving; raises BusUnavailableError. The server may not know of it yet (Bus.settle)."""
         try:
             subscription = await self._client.subscribe(
                 serving.subject,
                 serving.queue,
                 cb=serving.on_message,
-                pending_msgs_limit=PENDING_MESSAGES_LIMIT,
+                pending_msgs_limit=max_pending_messages,
                 pending_bytes_limit=PENDING_BYTES_LIMIT,
             )
         except Error as error:
