@@ -86,7 +86,7 @@ class BlockManager:
 
     def settle(self, attempt_id: AttemptId) -> None:
         """The attempt's transfer is over: give up its references; idempotent."""
-        for block_id in self._set_aside.pop(attempt_id, ()):
+        for block_id in reversed(self._set_aside.pop(attempt_id, [])):
             num_set_aside = self._num_set_aside_refs.pop(block_id) - 1
             if num_set_aside:
                 self._num_set_aside_refs[block_id] = num_set_aside

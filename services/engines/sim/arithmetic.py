@@ -4,6 +4,8 @@ The state after position p is s(p) = s(p-1)·M + f(t(p-1))·N + f(t(p)) modulo 2
 from the KV, so a wrong row changes everything after it. Being linear in s, a whole chunk is one cumulative sum.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,10 +35,15 @@ def mix_array(x: U64) -> U64:
     return result
 
 
+@lru_cache(maxsize=1 << 16)
+def _embed(token_id: int) -> int:
+    return mix(token_id)
+
+
 def next_state(state: int, previous_id: int | None, token_id: int) -> int:
     """Return the state after a token; `state` and `previous_id` are the row before it (0 and None at position 0)."""
-    term = _SEED_TERM if previous_id is None else mix(previous_id) * _N
-    return (state * _M + term + mix(token_id)) & MASK
+    term = _SEED_TERM if previous_id is None else _embed(previous_id) * _N
+    return (state * _M + term + _embed(token_id)) & MASK
 
 
 def next_states(state: int, previous_id: int | None, token_ids: U64) -> U64:
@@ -44,7 +51,7 @@ def next_states(state: int, previous_id: int | None, token_ids: U64) -> U64:
     embedded = mix_array(token_ids)
     terms = embedded.copy()
     terms[1:] += embedded[:-1] * np.uint64(_N)
-    first = _SEED_TERM if previous_id is None else mix(previous_id) * _N
+    first = _SEED_TERM if previous_id is None else _embed(previous_id) * _N
     terms[:1] += np.uint64((first + state * _M) & MASK)
     powers, inverses = _powers(len(token_ids))
     result: U64 = np.cumsum(terms * inverses, dtype=np.uint64) * powers

@@ -1,7 +1,7 @@
 """The sim engine's model: a verified fake. No weights, but real KV in a real pool, and text that depends on it.
 
 A token is a pure function of the state read at the last position, and, at a completion's second token and at every
-16th position, of all rows of the sequence: KV of the wrong request, in the wrong order or partly missing shows as
+32nd position, of all rows of the sequence: KV of the wrong request, in the wrong order or partly missing shows as
 other words, and a request continued elsewhere goes on exactly. The noise at temperature > 0 is a function of
 (seed, position) alone.
 """
@@ -23,7 +23,7 @@ from services.engines.sim.card import builtin_card, builtin_word_ids
 from services.engines.sim.pool import SimPool
 from services.kv.layout import KvLayout, KvRegion
 
-_READ_ALL_EVERY = 16
+_READ_ALL_EVERY = 32
 
 
 class SimRunner:
