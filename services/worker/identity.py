@@ -37,7 +37,7 @@ def runtime_config(config: WorkerConfig, profile: EngineProfile, worker: WorkerI
     return RuntimeConfig(
         worker_id=worker,
         epoch=epoch,
-        model=profile.card.model,
+        model=config.model or profile.card.model,
         model_digest=profile.card.digest,
         role=config.role,
         backend=profile.backend,
