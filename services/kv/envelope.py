@@ -13,6 +13,7 @@ from services.kv.layout import KvRegion
 from services.kv.process import Process, this_process
 
 MAX_BLOB_BYTES = 1 << 20
+CHECKSUM_BYTES = 32
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, tag="kv_agent.v1", forbid_unknown_fields=True):
@@ -23,27 +24,28 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, tag="kv_agent.v1", for
     process: Process
     region: KvRegion
     payload: bytes
-    checksum: str = ""
 
 
 def seal(transport: str, agent: str, region: KvRegion, payload: bytes) -> bytes:
     """Return the blob for a region of this process."""
     envelope = Envelope(transport=transport, agent=agent, process=this_process(), region=region, payload=payload)
-    return msgspec.json.encode(msgspec.structs.replace(envelope, checksum=_checksum(envelope)))
+    body = msgspec.json.encode(envelope)
+    return _checksum(body) + body
 
 
 def open_envelope(blob: bytes, transport: str) -> Envelope:
     """Return what `seal` made. Raises KvMismatchError when the blob is of another kind or has been changed."""
     if len(blob) > MAX_BLOB_BYTES:
         raise KvMismatchError(f"an agent's blob has {len(blob)} bytes, more than {MAX_BLOB_BYTES}")
+    checksum, body = blob[:CHECKSUM_BYTES], blob[CHECKSUM_BYTES:]
+    if checksum != _checksum(body):
+        raise KvMismatchError("an agent's blob is damaged")
     try:
-        envelope = msgspec.json.decode(blob, type=Envelope)
+        envelope = msgspec.json.decode(body, type=Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KvMismatchError(f"an agent's blob can't be read: {error}") from error
     if envelope.transport != transport:
         raise KvMismatchError(f"the peer moves KV by {envelope.transport}, not {transport}")
-    if envelope.checksum != _checksum(envelope):
-        raise KvMismatchError("an agent's blob is damaged")
     return envelope
 
 
@@ -58,6 +60,5 @@ def check_same_pool_shape(envelope: Envelope, ours: KvRegion, num_blocks: int) -
         raise KvMismatchError(f"{num_blocks} blocks don't fit the peer's {theirs.num_bytes} bytes")
 
 
-def _checksum(envelope: Envelope) -> str:
-    bare = msgspec.structs.replace(envelope, checksum="")
-    return hashlib.sha256(msgspec.json.encode(bare)).hexdigest()
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()

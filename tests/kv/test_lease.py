@@ -1,0 +1,92 @@
+"""The lease table against a naive history: a lease is whatever its first end was."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.ids import AttemptId
+from services.kv.lease import LeaseTable
+
+MAX_S = 8.0
+ATTEMPTS = [AttemptId("a"), AttemptId("b")]
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["grant", "renew", "confirm", "revoke", "state", "forget"]),
+        st.sampled_from(ATTEMPTS),
+        st.floats(0, 3, allow_nan=False),  # time passing before the step
+        st.floats(0.1, 12, allow_nan=False),  # lease_s
+    ),
+    max_size=40,
+)
+
+
+class History:
+    """All that happened to one attempt; its state is found by replaying it."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, float, float]] = []
+
+    def state(self, now: float) -> str:
+        state, expires = "unknown", 0.0
+        for what, at, lease_s in [*self.steps, ("state", now, 0.0)]:
+            if state == "held" and at >= expires:
+                state = "expired"
+            if what == "grant" and state == "unknown":
+                state, expires = "held", at + min(lease_s, MAX_S)
+            elif what == "renew" and state == "held":
+                expires = max(expires, at + min(lease_s, MAX_S))
+            elif what == "confirm" and state == "held":
+                state = "confirmed"
+            elif what == "revoke" and state in ("held", "unknown"):
+                state = "revoked"
+        return state
+
+
+@given(steps)
+def test_the_table_agrees_with_a_replay_of_its_history(steps):
+    table = LeaseTable(max_lease_s=MAX_S)
+    histories = {attempt: History() for attempt in ATTEMPTS}
+    now = 100.0
+    for what, attempt, passed_s, lease_s in steps:
+        now += passed_s
+        history = histories[attempt]
+        before = history.state(now)
+        history.steps.append((what, now, lease_s))
+        after = history.state(now)
+        match what:
+            case "grant":
+                granted = table.grant(attempt, lease_s=lease_s, now=now, remember_until=1e9)
+                assert granted == (before == "unknown")
+            case "renew":
+                assert table.renew(attempt, lease_s=lease_s, now=now) == after
+            case "confirm":
+                assert table.confirm(attempt, now) == (before in ("held", "confirmed"))
+            case "revoke":
+                assert table.revoke(attempt, now, remember_until=1e9) == (before == "held")
+            case "forget":
+                table.forget(now)
+        for other, known in histories.items():
+            assert table.state(other, now) == known.state(now)
+        assert table.num_held == sum(known.state(now) == "held" for known in histories.values())
+
+
+def test_expiry_is_final_even_when_it_is_noticed_late():
+    table = LeaseTable(max_lease_s=10)
+    table.grant(ATTEMPTS[0], lease_s=1, now=0, remember_until=100)
+    assert table.expires_at(ATTEMPTS[0]) == 1
+    assert table.renew(ATTEMPTS[0], lease_s=5, now=1) == "expired"
+    assert not table.confirm(ATTEMPTS[0], 1)
+    assert not table.grant(ATTEMPTS[0], lease_s=5, now=1, remember_until=100)
+    assert table.expires_at(ATTEMPTS[0]) is None
+
+
+def test_a_verdict_is_remembered_as_long_as_promised_and_a_held_lease_always():
+    table = LeaseTable(max_lease_s=1000)
+    table.grant(ATTEMPTS[0], lease_s=500, now=0, remember_until=10)
+    table.grant(ATTEMPTS[1], lease_s=500, now=0, remember_until=10)
+    assert table.confirm(ATTEMPTS[0], 1)
+    table.forget(9)
+    assert table.confirm(ATTEMPTS[0], 9)
+    table.forget(10)
+    assert table.state(ATTEMPTS[0], 10) == "unknown"
+    assert table.state(ATTEMPTS[1], 10) == "held"
