@@ -23,7 +23,7 @@ class ChildGaveUpError(CommandError):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. `arguments` follow `python -m deploy.cli`; `drain_s` is how long it may take to leave."""
+    """What to run. `arguments` follow `python -m deploy.child_main`; `drain_s` is how long it may take to leave."""
 
     name: str
     arguments: tuple[str, ...]
@@ -36,6 +36,7 @@ class Child:
 
     def __init__(self, spec: ChildSpec, say: Say) -> None:
         self.name = spec.name
+        self.service = spec.arguments[0]
         self._spec = spec
         self._say = say
         self._policy = RestartPolicy()
@@ -109,7 +110,7 @@ class Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "deploy.cli",
+            "deploy.child_main",
             *self._spec.arguments,
             env=self._spec.environ,
             stdin=asyncio.subprocess.DEVNULL,

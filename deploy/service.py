@@ -14,6 +14,7 @@ import msgspec
 from deploy.display import describe
 from deploy.errors import UsageError
 from deploy.failures import in_words
+from deploy.imports import import_bus
 from deploy.model_choice import with_model
 from deploy.notify import notify
 from deploy.processes import die_with_parent
@@ -113,6 +114,7 @@ async def _gateway(settings: Settings, life: Lifetime) -> None:
 
 
 async def _router(settings: Settings, life: Lifetime) -> None:
+    import_bus(settings.nats.url)
     from services.router.service import run_router
 
     async with _bus(settings, settings.router.id) as bus:
@@ -120,6 +122,7 @@ async def _router(settings: Settings, life: Lifetime) -> None:
 
 
 async def _worker(settings: Settings, life: Lifetime) -> None:
+    import_bus(settings.nats.url)
     from services.engines.registry import make_engine
     from services.worker.service import run_worker
 

@@ -165,7 +165,9 @@ def _as_pairs(value: object) -> dict[str, str]:
     raise SettingsError("must be a table of key = value")
 
 
-def _build(values: Mapping[str, Mapping[str, Any]]) -> Settings:
+def _build(values: dict[str, dict[str, Any]]) -> Settings:
+    if values["worker"].get("engine") == "sim":  # its KV bytes are in host memory, and NIXL may not be installed
+        values["worker"].setdefault("transfer", "shm")
     return msgspec.convert(values, Settings)
 
 

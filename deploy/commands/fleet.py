@@ -73,8 +73,11 @@ def on_bus(
 
     import uvloop
 
-    from bus.connection import Bus
     from deploy.failures import in_words
+    from deploy.imports import import_bus
+
+    import_bus(nats.url)
+    from bus.connection import Bus
 
     async def connected() -> T:
         me = f"cli-{secrets.token_hex(4)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -60,12 +61,16 @@ def test_services_run_on_it_and_only_an_admin_may_drain_them(home: Home, nats_po
     with home.serving("--nats-url", url_of("service", nats_port)) as served:
         assert len(served.family()) == 4, "no nats-server of its own"
         assert home.run("chat", "Hello!", "--max-tokens", "4").returncode == 0
-        as_admin = ("--nats-url", url_of("admin", nats_port))
-        refused = home.run("drain", "decode-0")
+        (decode,) = [row["worker_id"] for row in home.status()["workers"] if row["role"] == "decode"]
+        refused = home.run("drain", decode)
         assert refused.returncode == 1
         assert "did not take the order" in refused.stderr
-        assert home.run("drain", "decode-0", *as_admin).returncode == 0
-        assert "decode-0" not in home.run("status", *as_admin).stdout
+        as_admin = ("--nats-url", url_of("admin", nats_port))
+        assert home.run("drain", decode, *as_admin).returncode == 0
+        assert decode not in home.run("status", *as_admin).stdout
+        family = served.family()
+        assert served.stop(signal.SIGTERM) == 0, home.log()
+    assert [process for process in family if process.is_running()] == []
 
 
 async def test_its_limits_are_those_of_the_embedded_server(nats_port: int) -> None:

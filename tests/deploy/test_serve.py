@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -48,6 +47,7 @@ def test_it_serves_shows_its_fleet_and_stops_without_a_trace(home: Home) -> None
             assert psutil.pid_exists(row["pid"])
             assert row["epoch"] > 0
             assert row["host"]
+        assert set(fleet) == {"workers", "routers", "gateways", "incompatible"}
         assert [row["id"] for row in fleet["gateways"]] == ["gateway-0"]
         assert [row["url"] for row in fleet["gateways"]] == [served.url]
         assert [row["id"] for row in fleet["routers"]] == ["router-0"]
@@ -121,12 +121,6 @@ def test_children_die_with_a_launcher_that_is_killed(served: Served) -> None:
     assert served.home.notes() == []
 
 
-def test_sigterm_stops_it_as_ctrl_c_does(served: Served) -> None:
-    family = served.family()
-    assert served.stop(signal.SIGTERM) == 0, served.home.log()
-    assert [process for process in family if process.is_running()] == []
-
-
 def test_ctrl_c_before_it_is_ready_leaves_nothing_behind(home: Home) -> None:
     process = home.start("serve", "--engine", "sim", "--port", "0")
     home.until(home.notes, "the note is written")
@@ -141,7 +135,8 @@ def test_a_stack_whose_gateway_cannot_listen_says_why_and_stops(served: Served, 
     port = served.url.rsplit(":", 1)[1]
     done = other_home.run("serve", "--engine", "sim", "--port", port)
     assert done.returncode == 1
-    assert "gateway can't be kept running" in done.stderr
+    assert "gateway-0 can't be kept running" in done.stderr
+    assert f"{port}" in done.stderr.split("can't be kept running")[0]
     assert other_home.notes() == []
 
 
@@ -173,9 +168,3 @@ def test_a_config_file_with_an_unknown_key_starts_nothing(home: Home) -> None:
 
 def test_the_version_is_printed_without_a_stack(home: Home) -> None:
     assert home.run("version").stdout.strip() == "0.1.0"
-
-
-def test_status_is_json_for_programs(served: Served) -> None:
-    command = ["status", "--json"]
-    fleet = json.loads(served.home.run(*command).stdout)
-    assert set(fleet) == {"workers", "routers", "gateways", "incompatible"}

@@ -112,3 +112,10 @@ def test_the_shown_config_names_origins_and_hides_credentials() -> None:
     assert "url=nats://***@one:4222,nats://***@two:4222 (environment)" in shown
     assert "port=9 (flag)" in shown
     assert mask("no url here") == "no url here"
+
+
+def test_the_sim_engine_moves_kv_by_shared_memory_unless_told_otherwise() -> None:
+    sim = {"worker": {"engine": "sim"}}
+    assert settings_of(flags=sim).worker.transfer == "shm"
+    assert settings_of(toml={"worker": {"transfer": "nixl"}}, flags=sim).worker.transfer == "nixl"
+    assert settings_of().worker.transfer == "nixl"
