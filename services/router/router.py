@@ -75,7 +75,7 @@ class PrefillRouter:
             return accepted  # a duplicate: it is held
         if call.subject != self._bus.subjects.requests(request.model):
             raise RequestError("the model isn't the subject's", param="model")
-        if not is_under_inbox(request.stream.subject, call.reply):
+        if not is_senders(request.stream.subject, call.reply):
             raise RequestError("the stream must lie under its sender's inbox", param="stream.subject")
         check_deadlines(request.deadlines, "accepted", time.time())
         path = self._dispatcher.path(request.model)
@@ -157,3 +157,12 @@ class PrefillRouter:
     def _all(self) -> Iterator[Journey]:
         yield from list(self._travelling.values())
         yield from list(self._remembered.values())
+
+
+def is_senders(stream_subject: str, reply: str) -> bool:
+    """Return whether a stream lies under its sender's inbox.
+
+    NATS clients with one subscription for all replies put two tokens under their inbox (nats-py 2.16's request:
+    {inbox}.{client}.{number}), others one.
+    """
+    return is_under_inbox(stream_subject, reply) or is_under_inbox(stream_subject, reply.rpartition(".")[0])

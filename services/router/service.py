@@ -34,12 +34,12 @@ async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, rea
         await bus.listen(bus.subjects.all_loads, router.on_load)
         await bus.listen(router.result_subject, router.on_result)
         await bus.serve(bus.subjects.router(record.id, "abort"), Abort, router.on_abort)
+        await bus.announce("router", version("busway"), {"policy": config.policy})
         async with (
             open_scope() as scope,
             register(bus, record, lambda: (router.num_routed, False)) as registration,
         ):
             scope.spawn(fleet_watch.run(), "fleet watch")
-            await bus.announce("router", version("busway"), {"policy": config.policy})
             ready(record.id)
             await stop.wait()
             await registration.update(msgspec.structs.replace(record, state="draining"))

@@ -105,8 +105,8 @@ class _Worker:
         async with watch(self._bus) as fleet:
             fleet.on_change(PeerWatch(self._engine, me).on_change)
             fleet.on_change(lambda kind, record: _owner_left(desk, kind, record))
+            await self._bus.announce("worker", version("busway"), {"role": me.role, "model": me.model})
             async with register(self._bus, me, self._beat) as registration:
-                await self._bus.announce("worker", version("busway"), {"role": me.role, "model": me.model})
                 ready(me)
                 await self._drain.asked.wait()
                 await self._leave(desk, registration, groups)

@@ -72,10 +72,6 @@ class Member:
         self.ready: asyncio.Future[RuntimeConfig] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None]
 
-    @property
-    def record(self) -> RuntimeConfig:
-        return self.ready.result()
-
     def load(self) -> EngineLoad:
         return self.engine.load()
 
@@ -95,7 +91,7 @@ class Stack:
         self.client = Client(bus)
         self.members: dict[str, Member] = {}
         self.buses: list[Bus] = [bus]
-        self.router_stop = asyncio.Event()
+        self.router_stops: dict[str, asyncio.Event] = {}
 
     def __getitem__(self, name: str) -> Member:
         return self.members[name]
@@ -147,7 +143,8 @@ class Stack:
                 await asyncio.sleep(0.005)
 
     async def drain(self, name: str, *, grace_s: float | None = None) -> AcceptedHop:
-        subject = self.bus.subjects.admin(self.members[name].record.worker_id, "drain")
+        record = await self.members[name].ready
+        subject = self.bus.subjects.admin(record.worker_id, "drain")
         return await self.bus.ask(subject, Drain(grace_s=grace_s), AcceptedHop, timeout_s=20.0)
 
 
@@ -167,16 +164,13 @@ async def stack(
     """Run a stack; on the way out everything leaves by itself, and nothing may be left."""
     namespace = namespace or f"t{secrets.token_hex(6)}"
     async with contextlib.AsyncExitStack() as stack_:
-        bus = await stack_.enter_async_context(_connect(server, "client", namespace))
+        bus = await stack_.enter_async_context(connect(server, "client", namespace))
         fleet = await stack_.enter_async_context(watch(bus))
         here = Stack(server, bus, fleet, namespace)
         await here.client.start()
         async with asyncio.TaskGroup() as tasks:
             for number in range(num_routers):
-                config = RouterConfig(
-                    id=f"r{number}", policy=policy, is_strict=is_strict, ack_timeout_s=1.0, drain_s=2.0
-                )
-                tasks.create_task(_router(here, config))
+                start_router(here, tasks, f"r{number}", policy=policy, is_strict=is_strict)
             for name in workers:
                 start_worker(
                     here,
@@ -187,13 +181,24 @@ async def stack(
                     lease_s=lease_s,
                     max_waiting=max_waiting,
                 )
-            await until_ready(here, num_routers)
+            if workers:
+                await until_ready(here, num_routers)
             try:
                 yield here
             finally:
                 for member in here.members.values():
                     member.stop.set()
-                here.router_stop.set()
+                for stop in here.router_stops.values():
+                    stop.set()
+
+
+def start_router(
+    here: Stack, tasks: asyncio.TaskGroup, name: str, *, policy: PolicyName = "least_loaded", is_strict: bool = False
+) -> None:
+    """Start one more router."""
+    here.router_stops[name] = asyncio.Event()
+    config = RouterConfig(id=name, policy=policy, is_strict=is_strict, drain_s=2.0)
+    tasks.create_task(_router(here, config))
 
 
 def start_worker(
@@ -206,8 +211,9 @@ def start_worker(
     lease_s: float = 10.0,
     max_waiting: int = 0,
     engine: Engine | None = None,
+    on_death: Callable[[BaseException], None] | None = None,
 ) -> Member:
-    """Start one more worker; `here.fleet` shows when it has joined."""
+    """Start one more worker; `here.fleet` shows when it has joined. With `on_death` its error is that one's alone."""
     config = WorkerConfig(
         id=name,
         role=ROLES[name[0]],  # type: ignore[arg-type]
@@ -220,7 +226,7 @@ def start_worker(
         engine_args=engine_args or {},
     )
     member = here.members[name] = Member(engine or make_engine(config))
-    member.task = tasks.create_task(_worker(here, config, member))
+    member.task = tasks.create_task(_worker(here, config, member, on_death))
     return member
 
 
@@ -260,18 +266,25 @@ def a_request(here: Stack, prompt: Sequence[int], max_tokens: int = 4, **fields:
     return GenerateRequest(**(values | fields))  # type: ignore[arg-type]
 
 
-def _connect(server: NatsServer, name: str, namespace: str) -> contextlib.AbstractAsyncContextManager[Bus]:
+def connect(server: NatsServer, name: str, namespace: str) -> contextlib.AbstractAsyncContextManager[Bus]:
     client_id = f"{name}-{secrets.token_hex(3)}"
     return Bus.connect(server.internal_url, name=name, client_id=client_id, namespace=namespace)
 
 
 async def _router(here: Stack, config: RouterConfig) -> None:
-    async with _connect(here.server, config.id, here.namespace) as bus:
+    async with connect(here.server, config.id, here.namespace) as bus:
         here.buses.append(bus)
-        await run_router(bus, config, stop=here.router_stop, ready=lambda router: None)
+        await run_router(bus, config, stop=here.router_stops[config.id], ready=lambda router: None)
 
 
-async def _worker(here: Stack, config: WorkerConfig, member: Member) -> None:
-    async with _connect(here.server, config.id, here.namespace) as bus:
-        here.buses.append(bus)
-        await run_worker(bus, config, member.engine, stop=member.stop, ready=member.ready.set_result)
+async def _worker(
+    here: Stack, config: WorkerConfig, member: Member, on_death: Callable[[BaseException], None] | None
+) -> None:
+    try:
+        async with connect(here.server, config.id, here.namespace) as bus:
+            here.buses.append(bus)
+            await run_worker(bus, config, member.engine, stop=member.stop, ready=member.ready.set_result)
+    except Exception as error:
+        if on_death is None:
+            raise
+        on_death(error)
