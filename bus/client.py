@@ -61,6 +61,7 @@ class Client:
         self._max_pending_messages = max_pending_messages
         self._flights: dict[AttemptId, Flight] = {}
         self._aborted: OrderedDict[tuple[AttemptId, str], None] = OrderedDict()
+        self._backlog = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -184,10 +185,13 @@ class Client:
             logger.warning("abort of %s not sent: %s", attempt_id, error.message)
 
     def _on_frames(self, subject: str, payload: bytes) -> None:
+        is_backlog = self._backlog > 0
+        if is_backlog:
+            self._backlog -= 1
         for frame in decode_frames(payload):
             flight = self._flights.get(frame.attempt_id)
             if flight is not None:
-                flight.feed(frame)
+                flight.feed(frame, is_backlog=is_backlog)
             else:
                 self._stray(frame)
 
@@ -202,9 +206,11 @@ class Client:
                 return
         self._bus.spawn(self._abort(frame.attempt_id, subject), "abort stray attempt")
 
-    def _suspect(self) -> None:
+    def _suspect(self, num_waiting: int) -> None:
+        # Any flight may have lost its last frames: the newest message is dropped, those waiting came before it.
+        self._backlog = num_waiting
         for flight in self._flights.values():
             flight.suspect()
 
     async def _reconnected(self) -> None:
-        self._suspect()
+        self._suspect(0)

@@ -213,13 +213,14 @@ class Bus:
         callback: Callable[[str, bytes], None],
         *,
         queue: str = "",
-        on_drop: Callable[[], None] | None = None,
+        on_drop: Callable[[int], None] | None = None,
         max_pending_messages: int = PENDING_MESSAGES_LIMIT,
     ) -> Serving:
         """Hand every message on a subject (wildcards allowed) to `callback(subject, payload)`, in order.
 
         The callback's exceptions are logged and nothing else. `on_drop` is called for each message lost because
-        the callback was too slow. On return the subscription is live.
+        callbacks were too slow, with the number of earlier messages still waiting for theirs. On return the
+        subscription is live.
         """
         listener = Listener(subject, queue, callback)
         await self._subscriptions.open(listener, max_pending_messages, on_drop)

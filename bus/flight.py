@@ -53,12 +53,13 @@ class Flight:
         reader = self.reader
         return list(dict.fromkeys(worker for worker in (reader.prefill_worker, reader.decode_worker) if worker))
 
-    def feed(self, frame: Frame) -> None:
-        """Take a frame from the wire."""
+    def feed(self, frame: Frame, *, is_backlog: bool = False) -> None:
+        """Take a frame from the wire; one of the backlog came before a loss and doesn't clear suspicion."""
         stage = self.reader.stage
         self.has_heard = True
         self._heard_at = time.time()
-        self._suspect_at = None
+        if not is_backlog:
+            self._suspect_at = None
         try:
             news = self.reader.feed(frame)
         except BuswayError as error:

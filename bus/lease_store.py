@@ -64,7 +64,10 @@ class LeaseStore:
         return Stored(msg.seq or 0, parse_record(msg.data or b""))
 
     async def write(self, key: str, payload: bytes, expected_revision: int, *, ttl_s: int = RECORD_TTL_S) -> int:
-        """Write an entry that lives `ttl_s` (whole seconds, at least 1); return its revision. Raises WrongRevisionError."""
+        """Write an entry that lives `ttl_s` (whole seconds, at least 1); return its revision.
+
+        Raises WrongRevisionError.
+        """
         headers = {"Nats-Expected-Last-Subject-Sequence": str(expected_revision)}
         try:
             ack = await self._js.publish(f"{self.prefix}{key}", payload, headers=headers, msg_ttl=ttl_s)

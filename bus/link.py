@@ -27,7 +27,7 @@ class Link:
         self.is_leaving = False
         self.last_error: Exception | None = None
         self.came_back: Callable[[], None] | None = None
-        self.on_drop: dict[Subscription, Callable[[], None]] = {}
+        self.on_drop: dict[Subscription, Callable[[int], None]] = {}
         self._logged: dict[str, float] = {}
 
     async def connected(self) -> None:
@@ -62,7 +62,7 @@ class Link:
         self._log(f"slow consumer: messages on {subscription.subject} are being lost")
         on_drop = self.on_drop.get(subscription)
         if on_drop is not None:
-            on_drop()
+            on_drop(subscription.pending_msgs)
 
     def _log(self, text: str) -> None:
         now = time.monotonic()

@@ -33,7 +33,7 @@ class Subscriptions:
         self,
         serving: Serving,
         max_pending_messages: int = PENDING_MESSAGES_LIMIT,
-        on_drop: Callable[[], None] | None = None,
+        on_drop: Callable[[int], None] | None = None,
     ) -> None:
         """Subscribe for a serving; raises BusUnavailableError. The server may not know of it yet (Bus.settle)."""
         try:

@@ -2,8 +2,11 @@
 
 import asyncio
 import itertools
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +62,20 @@ async def wait_until(
         if asyncio.get_running_loop().time() > deadline:
             pytest.fail(explain())
         await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def frozen(pid: int) -> AsyncIterator[None]:
+    """Stop a process (SIGSTOP) for the length of the block; all of its threads stand still at its start."""
+    threads = Path(f"/proc/{pid}/task")
+
+    def is_stopped() -> bool:
+        states = [(thread / "stat").read_text().rsplit(")", 1)[1].split()[0] for thread in threads.iterdir()]
+        return set(states) == {"T"}
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await wait_until(is_stopped)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
