@@ -37,6 +37,7 @@ class Child:
     def __init__(self, spec: ChildSpec, say: Say) -> None:
         self.name = spec.name
         self.service = spec.arguments[0]
+        self.is_ready = False
         self._spec = spec
         self._say = say
         self._policy = RestartPolicy()
@@ -51,6 +52,7 @@ class Child:
 
     def was_ready(self) -> None:
         """Note that the process said it serves."""
+        self.is_ready = True
         self._policy.was_ready()
 
     async def keep(self) -> None:
@@ -61,6 +63,7 @@ class Child:
         try:
             while not self._is_stopping.is_set():
                 started = time.monotonic()
+                self.is_ready = False
                 code = await self._live_once()
                 await self._after(code, time.monotonic() - started)
         finally:

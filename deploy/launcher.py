@@ -129,11 +129,12 @@ class Stack:
         self.stop_asked.set()
 
     async def _wait_for_answers(self, url: str) -> None:
+        """Return when every child has said that it serves and the gateway sees a complete path for each model."""
         loop = asyncio.get_running_loop()
         notice = loop.time() + WAITING_NOTICE_S
-        while not await _is_ready(url):
+        while (late := [child.name for child in self.children if not child.is_ready]) or not await _is_ready(url):
             if loop.time() > notice:
-                self._say("busway", "waiting for the workers to be ready")
+                self._say("busway", f"waiting for {', '.join(late) or 'the gateway to see the workers'}")
                 notice += WAITING_NOTICE_S
             await asyncio.sleep(READY_POLL_S)
 

@@ -72,7 +72,7 @@ def demo(
         from deploy.chat_client import ChatRequest
         from deploy.demo import answer_with_phases
 
-        request = ChatRequest(url=note.gateway_url, model=note.model, question=question, max_tokens=64)
+        request = ChatRequest(url=note.gateway_url, model=note.model, question=question, max_tokens=64, temperature=0.0)
         print(await asyncio.to_thread(answer_with_phases, request), flush=True)
 
     _run(resolved, ask_once)
