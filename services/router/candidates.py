@@ -25,8 +25,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_room(self) -> bool:
         """Whether the worker would take one more request, as far as is known here."""
-        limit = self.config.max_waiting
-        return not self.load.is_suspect and (limit == 0 or self.load.waiting < limit)
+        config = self.config
+        is_full = config.max_waiting > 0 and self.load.requests >= config.max_num_seqs + config.max_waiting
+        return not is_full and not self.load.is_suspect
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ class FleetWatch:
         self._router = router
         self._servings: dict[str, Serving] = {}
         self._reasons: set[str] = set()
+        self._is_leaving = False
         self._changed = asyncio.Event()
         self._changed.set()
 
@@ -44,11 +45,13 @@ class FleetWatch:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._follow_models()
+            if not self._is_leaving:
+                await self._follow_models()
             self._explain()
 
     async def stop_taking(self) -> None:
         """Take no new requests; those received are acked."""
+        self._is_leaving = True
         for serving in list(self._servings.values()):
             await serving.stop()
             await serving.wait_idle()

@@ -23,7 +23,6 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`queued_tokens` wait for prefill; `requests` are running or waiting; `kv_used` is a share of the pool."""
 
     requests: int
-    waiting: int
     queued_tokens: int
     kv_used: float
     is_suspect: bool
@@ -84,7 +83,6 @@ class LoadBook:
         report = entry.report
         return WorkerLoad(
             requests=len(fresh) + (report.running + report.waiting if report else 0),
-            waiting=len(fresh) + (report.waiting if report else 0),
             queued_tokens=sum(one.num_tokens for one in fresh) + (report.queued_prefill_tokens if report else 0),
             kv_used=report.kv_blocks_used / max(report.kv_blocks_total, 1) if report else 0.0,
             is_suspect=entry.is_suspect,

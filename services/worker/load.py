@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from bus.connection import Bus
+from schemas.errors import BusUnavailableError
 from schemas.hop import Dispatch
 from schemas.ids import Epoch, WorkerId
 from schemas.message import encode
@@ -69,8 +70,6 @@ class LoadReporter:
                     await self._has_news.wait()
                     await asyncio.sleep(COALESCE_S)
             self._has_news.clear()
-            await self.publish()
-
-    async def publish(self) -> None:
-        """Report now."""
-        await self._bus.publish(self._subject, encode(self.report()))
+            if self._bus.is_connected:  # an old report told after an outage would be believed
+                with contextlib.suppress(BusUnavailableError):
+                    await self._bus.publish(self._subject, encode(self.report()))

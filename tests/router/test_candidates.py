@@ -12,7 +12,7 @@ from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Picker
 from tests.router.conftest import MakeConfig
 
-IDLE = WorkerLoad(requests=0, waiting=0, queued_tokens=0, kv_used=0.0, is_suspect=False)
+IDLE = WorkerLoad(requests=0, queued_tokens=0, kv_used=0.0, is_suspect=False)
 
 
 def idle(config: RuntimeConfig) -> WorkerLoad:
@@ -20,9 +20,7 @@ def idle(config: RuntimeConfig) -> WorkerLoad:
 
 
 def full(*workers: str) -> "dict[str, WorkerLoad]":
-    return {
-        worker: WorkerLoad(requests=9, waiting=9, queued_tokens=0, kv_used=1.0, is_suspect=False) for worker in workers
-    }
+    return {worker: WorkerLoad(requests=17, queued_tokens=0, kv_used=1.0, is_suspect=False) for worker in workers}
 
 
 def first(configs: list[RuntimeConfig], *, is_strict: bool = False) -> tuple[str | None, list[str]]:
