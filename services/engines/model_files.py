@@ -13,6 +13,13 @@ from typing import Any
 from schemas.errors import RequestError
 from schemas.model_card import ModelCard
 
+CARD_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 WINDOW_BYTES = 64 * 1024
 NUM_WINDOWS = 64
 
@@ -42,14 +49,15 @@ def load_card(path: Path | str, served_name: str) -> ModelCard:
 def model_digest(folder: Path) -> str:
     """Return 32 hex digits that differ when config, tokenizer or weights differ.
 
-    Config and tokenizer are hashed whole. Of each weight file, its name, its size and `NUM_WINDOWS` windows of
-    `WINDOW_BYTES` spread evenly from start (the safetensors header) to end are hashed: 4 MiB a file, so that a
-    100 GB model starts at once. Retrained or requantized weights differ everywhere and are seen; a hand-made change
-    of single bytes between two windows is not.
+    The JSON files and the chat template are hashed whole: a card is found by its digest. Of each weight file, its
+    name, its size and `NUM_WINDOWS` windows of `WINDOW_BYTES` spread evenly from start (the safetensors header) to
+    end are hashed: 4 MiB a file, so that a 100 GB model starts at once. Retrained or requantized weights differ
+    everywhere and are seen; a hand-made change of single bytes between two windows is not.
     """
     digest = hashlib.sha256(b"busway model digest 1")
-    for name in ("config.json", "tokenizer.json"):
-        _feed(digest, name, [(folder / name).read_bytes()])
+    for name in CARD_FILES:
+        if (folder / name).is_file():
+            _feed(digest, name, [(folder / name).read_bytes()])
     for weights in weight_files(folder):
         _feed(digest, weights.name, _windows(weights))
     return digest.hexdigest()[:32]

@@ -35,10 +35,11 @@ def _prefill(queries: torch.Tensor, block_rows: torch.Tensor, chunk: Chunk, head
     _, num_kv_heads, group_size, _ = queries.shape
     keys, values = block_rows.index_select(0, chunk.rows).view(2, num_kv_heads, -1, head_dim)
     by_head = queries.permute(1, 2, 0, 3)
-    for first, last, low, high, hidden in chunk.query_blocks:
+    for first, last, low, high, partial, hidden in chunk.query_blocks:
         rows = by_head[:, :, first:last].reshape(num_kv_heads, -1, head_dim)
         scores = torch.bmm(rows, keys[:, low:high].transpose(-1, -2)).view(num_kv_heads, group_size, last - first, -1)
-        weights = _softmax(scores.masked_fill_(hidden, float("-inf"))).view(num_kv_heads, -1, high - low)
+        scores[..., partial - low :].masked_fill_(hidden, float("-inf"))
+        weights = _softmax(scores).view(num_kv_heads, -1, high - low)
         found = torch.bmm(weights, values[:, low:high]).view(num_kv_heads, group_size, last - first, head_dim)
         out[first:last] = found.permute(2, 0, 1, 3)
 

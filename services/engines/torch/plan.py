@@ -5,7 +5,6 @@ A step is a mixed batch: linears run over all its tokens together, attention sep
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,12 +27,14 @@ class DecodeGroup(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Queries [first, last) of a chunk against gathered keys [low, high); `hidden` bool [last-first, high-low]."""
+    """Queries [first, last) of a chunk against gathered keys [low, high). All of them see the keys below `partial`;
+    `hidden` bool [last - first, high - partial] says the rest."""
 
     first: int
     last: int
     low: int
     high: int
+    partial: int
     hidden: torch.Tensor
 
 
@@ -116,12 +117,15 @@ class _Planner:
         return torch.tensor([end - 1 for piece, end in ends if piece.sample is not None], device=self.device).long()
 
     def key_rows(self) -> torch.Tensor:
-        spans = zip(self.slices, pairwise(self.firsts), strict=True)
-        block_indices = self.positions // self.block_size
-        blocks = torch.cat([torch.tensor(piece.block_table)[block_indices[a:b]] for piece, (a, b) in spans])
+        blocks = torch.cat([self._blocks_of_tokens(i) for i in range(len(self.slices))])
         heads = torch.arange(self.num_kv_heads)
         rows = (blocks[:, None] * self.num_kv_heads + heads) * self.block_size
         return (rows + (self.positions % self.block_size)[:, None]).flatten().to(self.device)
+
+    def _blocks_of_tokens(self, index: int) -> torch.Tensor:
+        first = self.slices[index].start // self.block_size
+        table = torch.tensor(self.slices[index].block_table[first : self._last_block(index)])
+        return table[self.positions[self.firsts[index] : self.firsts[index + 1]] // self.block_size - first]
 
     def reads(self, window: int | None) -> Reads:
         num_decodes = sum(len(piece.token_ids) == 1 for piece in self.slices)
@@ -169,8 +173,9 @@ class _Planner:
         queries = torch.arange(chunk_start + first, chunk_start + last)
         low = 0 if window is None else max(0, chunk_start + first - window + 1 - origin)
         high = chunk_start + last - origin
-        hidden = _hidden(queries[:, None], torch.arange(low, high)[None, :] + origin, window)
-        return QueryBlock(first, last, low, high, hidden.to(self.device))
+        partial = chunk_start + first - origin if window is None else low
+        hidden = _hidden(queries[:, None], torch.arange(partial, high)[None, :] + origin, window)
+        return QueryBlock(first, last, low, high, partial, hidden.to(self.device))
 
     def _keys_and_values(self, key_rows: torch.Tensor) -> torch.Tensor:
         values = key_rows + self.num_blocks * self.num_kv_heads

@@ -125,7 +125,9 @@ def test_smollm2_equals_transformers_on_real_prompts(smollm2: Path, smollm2_driv
         for conversation in conversations
     ]
     expected = [greedy_reference(model, prompt, 12) for prompt in ids]
-    sequences = [smollm2_driver.start(prompt, 12, chunks) for prompt, chunks in zip(ids, [[37], [5], [50, 17]], strict=True)]
+    sequences = [
+        smollm2_driver.start(prompt, 12, chunks) for prompt, chunks in zip(ids, [[37], [5], [50, 17]], strict=True)
+    ]
     found = smollm2_driver.finish(sequences)
     assert [ids[: len(reference)] for ids, reference in zip(found, expected, strict=True)] == expected
     assert tokenizer.decode(expected[0]).startswith("The capital of France is Paris.")
