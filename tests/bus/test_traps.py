@@ -264,16 +264,13 @@ async def test_a_cancellation_is_not_swallowed_while_the_outbound_buffer_is_full
             while True:
                 await bus.publish("t.flood", bytes(4 * MIB))
 
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
+        async with frozen(server.pid):
             task = bus.spawn(publish_for_ever(), "flood")
             await asyncio.sleep(0.05)
             assert not task.done()
             task.cancel()
             await asyncio.wait({task}, timeout=2.0)
             assert task.cancelled()
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
 
 
 async def test_leaving_is_bounded_while_the_server_is_frozen() -> None:
