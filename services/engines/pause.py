@@ -11,18 +11,19 @@ import asyncio
 import time
 from pathlib import Path
 
+from schemas.errors import RequestError
 from schemas.ids import AttemptId
 
 _POLL_S = 0.005
 
 
 class PausePoints:
-    """`pause_dir` "" switches all points off; a folder that doesn't exist is refused with ValueError."""
+    """`pause_dir` "" switches all points off; a folder that doesn't exist is refused with RequestError."""
 
     def __init__(self, pause_dir: str = "") -> None:
         self._folder = Path(pause_dir) if pause_dir else None
         if self._folder is not None and not self._folder.is_dir():
-            raise ValueError(f"pause_dir: there is no folder {pause_dir!r}")
+            raise RequestError(f"pause_dir: there is no folder {pause_dir!r}", param="pause_dir")
 
     @property
     def is_armed(self) -> bool:

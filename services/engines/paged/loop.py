@@ -54,6 +54,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[RunnerSpec]
         self._ended: asyncio.Future[None]
+        self._left: asyncio.Future[None]
         self._outbox: Outbox
         self._limits: Limits
         self._scheduler: Scheduler
@@ -67,6 +68,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._loaded = self._loop.create_future()
         self._ended = self._loop.create_future()
+        self._left = self._loop.create_future()
         self._outbox = Outbox(self._loop, notify, self._die)
         self._thread.start()
         return await asyncio.shield(self._loaded)
@@ -80,10 +82,13 @@ class EngineThread:
         if not self._thread.ident:
             return
         await asyncio.wait([self._loaded], timeout=timeout_s)
-        if self._loaded.done() and not self._loaded.cancelled() and self._loaded.exception() is None:
+        if self._loaded.done() and self._loaded.exception() is None:
             self._steps.stop()
             self._outbox.close()
-            await asyncio.wait([self._ended], timeout=timeout_s)
+        await asyncio.wait([self._left], timeout=timeout_s)
+        if self._left.done():
+            # Only its return is left to the thread: this doesn't hold up the event loop.
+            self._thread.join()
 
     def region(self) -> KvRegion:
         """Return the KV pool's memory, once started."""
@@ -164,6 +169,12 @@ class EngineThread:
 
     def _main(self) -> None:
         """Run on the thread: load, step, report the end."""
+        try:
+            self._serve()
+        finally:
+            self._report(self._left.set_result, None)
+
+    def _serve(self) -> None:
         try:
             spec = self._runner.load(self._allocate)
             self._limits = Limits.of(spec)

@@ -29,7 +29,7 @@ _READ_ALL_EVERY = 32
 class SimRunner:
     """A ModelRunner. With a card its vocabulary is used, without one the built-in model's.
 
-    `transfer_gb_per_s` (0: unlimited) is for the transfer: see services.engines.sim.paced.
+    `transfer_gb_per_s` (0: unlimited) and `pauses` are for those who make the transfer and the handoffs.
     Raises RequestError for engine_args it doesn't know.
     """
 

@@ -113,7 +113,7 @@ class BlocksMachine(RuleBasedStateMachine):
         assert total == NUM_BLOCKS
 
 
-BlocksMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlocksMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestBlocksAgainstTheNaiveModel = BlocksMachine.TestCase
 
 

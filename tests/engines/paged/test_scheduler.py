@@ -574,7 +574,7 @@ class Play:
         return [r for _, r in self.requests if r.attempt_id not in gone and self.stage.of(r, BlocksReserved)]
 
     def act(self, act: object) -> None:
-        scheduler, now = self.stage.scheduler, self.stage.now
+        scheduler = self.stage.scheduler
         if isinstance(act, dict):
             self.submit(act)
         elif act == "step":
@@ -609,13 +609,12 @@ class Play:
 
     def wind_up(self) -> None:
         """Give every order that is still owed and let all requests end."""
-        for _ in range(200):
+        for _ in range(len(self.requests) + 1):
             self.act("settle")
             self.stage.run()
             self.act("release")
-            if not self.awaiting():
-                break
-            self.act("kv_came")
+            while self.awaiting():
+                self.act("kv_came")
         self.act("settle")
         self.stage.run()
 
@@ -633,7 +632,7 @@ class Play:
                 assert len(endings) == 1
                 assert told[-1] is endings[0]
                 if kind != "hold":
-                    assert ids == expected or not ids and self.stage.limits.is_complete(request)
+                    assert ids == expected or (not ids and self.stage.limits.is_complete(request))
                 else:
                     assert endings[0].first_token_id == expected[0]
 
