@@ -46,10 +46,7 @@ class Answering:
             error = await self._attempt(exchange, read_body, reply)
             if error is not None:
                 exchange.outcome = error.code
-                # A caller that takes no more bytes is left to the end of its connection.
-                with suppress(ConnectionResetError, TimeoutError):
-                    async with asyncio.timeout(_LAST_WORD_S):
-                        await reply.fail(error)
+                await self._tell(error, reply)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait for those in flight, and end with an error what is left after `timeout_s`."""
@@ -79,6 +76,15 @@ class Answering:
         except Exception:
             logger.exception("request %s failed", exchange.caller.request_id)
             return BuswayError("internal error", phase="gateway")
+
+    async def _tell(self, error: BuswayError, reply: Reply) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await reply.fail(error)
+        except (ConnectionResetError, BuswayError) as unheard:
+            logger.debug("caller can't be told of %s: %r", error.code, unheard)
+        except TimeoutError:
+            reply.abandon()
 
     async def _run_guarded(self, exchange: Exchange, read_body: ReadBody, reply: Reply) -> None:
         """Walk within the request's total deadline, which `drain` may bring forward.

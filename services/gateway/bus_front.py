@@ -47,6 +47,9 @@ class BusReply:
     async def fail(self, error: BuswayError) -> None:
         await self._call.respond(error_body(error, has_status=True))
 
+    def abandon(self) -> None:
+        """A publish never waits for its receiver: there is nobody to cut off."""
+
 
 class BusFront:
     """Listens for every model that has live workers, also when its path is incomplete: callers then hear why."""

@@ -58,6 +58,10 @@ class HttpReply:
         headers = self._headers() | error_headers(error)
         self.response = web.Response(status=error.http_status, body=body, content_type=_JSON, headers=headers)
 
+    def abandon(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
     async def keep_alive(self) -> None:
         """Send a comment, which opens the stream when nothing was sent yet; nothing while a write is under way."""
         if not self._writing.locked():

@@ -31,3 +31,7 @@ class Reply(Protocol):
     async def fail(self, error: BuswayError) -> None:
         """Answer with an error: with its status while nothing was sent, else as the stream's last word."""
         ...
+
+    def abandon(self) -> None:
+        """Cut the caller off: it takes no more bytes, and not even the last word went through."""
+        ...

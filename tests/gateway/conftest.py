@@ -1,7 +1,8 @@
 """A whole gateway on a real nats-server, with a scripted peer in place of router and workers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,12 @@ class Rig:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
         return await self.post("/v1/chat/completions", body)
 
+    def is_listening(self) -> bool:
+        """Whether the gateway's port takes connections."""
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
     async def get(self, path: str) -> tuple[int, str]:
         async with self.http.get(self.url + path) as response:
             return response.status, await response.text()
@@ -143,10 +150,18 @@ async def open_rig(
         yield rig
 
 
+async def wait_for(look: Callable[[], Awaitable[Any]], is_right: Callable[[Any], bool], timeout_s: float = 5.0) -> Any:
+    """Return what `look` finds once it is right; fails after `timeout_s` with what was found last."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not is_right(found := await look()):
+        assert asyncio.get_running_loop().time() < deadline, found
+        await asyncio.sleep(0.01)
+    return found
+
+
 async def wait_served(rig: Rig) -> None:
     """Return once the model can be asked."""
-    while (await rig.get("/ready"))[0] != 200:
-        await asyncio.sleep(0.01)
+    await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 200)
 
 
 @asynccontextmanager
@@ -175,9 +190,8 @@ async def in_task_of_its_own(make: Callable[[], Any]) -> AsyncIterator[Any]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_rig(nats_server: NatsServer) -> AsyncIterator[Rig]:
     """One gateway for all tests of a module."""
-    async with in_task_of_its_own(lambda: open_rig(nats_server, "shared")) as rig:
-        async with asyncio.timeout(10):
-            await wait_served(rig)
+    async with in_task_of_its_own(lambda: open_rig(nats_server, "busway")) as rig:
+        await wait_served(rig)
         yield rig
 
 

@@ -1,5 +1,7 @@
 """Streamed text is the text of all ids decoded at once, however the ids come."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -12,13 +14,15 @@ from tests.gateway.vocabularies import all_kinds, byte_level_json
 KINDS = {name: (Tokenizer(text), HuggingFaceTokenizer.from_str(text)) for name, text in all_kinds().items()}
 BYTE_LEVEL = [name for name in KINDS if name in ("byte_level", "smollm2")]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-EMOJI = st.lists(st.sampled_from(["👩‍👩‍👧‍👦", "🙂", "é", "e\u0301", "日本", " ", "\n\n", "ß", "a", "the ", "🏳️‍🌈"]), max_size=20).map("".join)
+EMOJI = st.lists(
+    st.sampled_from(["👩‍👩‍👧‍👦", "🙂", "é", "e\u0301", "日本", " ", "\n\n", "ß", "a", "the ", "🏳️‍🌈"]), max_size=20
+).map("".join)
 
 
 def stream(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     """Return the pieces for ids that come in batches cut at these places."""
     places = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    pieces = [detokenizer.push(ids[a:b]) for a, b in zip(places, places[1:], strict=False)]
+    pieces = [detokenizer.push(ids[a:b]) for a, b in pairwise(places)]
     return [*pieces, detokenizer.flush()]
 
 

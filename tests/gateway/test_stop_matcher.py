@@ -1,5 +1,7 @@
 """Stop strings are found wherever the text was split, and nothing of them is shown."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=10))

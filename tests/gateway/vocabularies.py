@@ -1,5 +1,6 @@
-"""Tokenizers for tests: small ones built here, of the kinds that checkpoints have, and the real ones that are cached."""
+"""Tokenizers for tests: small ones built here, of the kinds that checkpoints have, and a real one if it is cached."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -97,8 +98,6 @@ def all_kinds() -> dict[str, str]:
 
 def _with_plain_byte_tokens(tokenizer_json: str, byte_tokens: list[str]) -> str:
     """Make the byte tokens part of the vocabulary only: as added tokens they would be found in plain text."""
-    import json
-
     settings = json.loads(tokenizer_json)
     settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] not in byte_tokens]
     return json.dumps(settings)
