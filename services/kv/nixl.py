@@ -8,6 +8,7 @@ import importlib
 import mmap
 import os
 import secrets
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,9 +51,13 @@ def keep_to_loopback() -> None:
 
 
 def may_be_tcp() -> bool:
-    """Return whether UCX has been told to use tcp even between processes of one host (UCX_TLS)."""
-    transports = os.environ.get("UCX_TLS", "").split(",")
-    return "tcp" in transports
+    """Return whether UCX may use tcp even between processes of one host: by UCX_TLS, or because the kernel forbids
+    what its shared memory path (CMA) needs."""
+    transports = os.environ.get("UCX_TLS", "all")
+    if transports.startswith("^") or "tcp" in transports.split(","):
+        return True
+    ptrace_scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return ptrace_scope.exists() and int(ptrace_scope.read_text()) >= 2
 
 
 class NixlTransfer:

@@ -5,6 +5,7 @@ handoffs no sequences: they meet at the Desk.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,8 @@ from services.kv.lease import LeaseTable
 from services.kv.mover import Mover
 from services.kv.process import host_id
 from services.kv.transfer import KvTransfer
+
+_log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 5.0
 
@@ -147,6 +150,10 @@ class PagedEngine:
             num_remote_prefills=totals.num_remote_prefills,
         )
 
+    def agent(self) -> AgentMetadata:
+        """Return what peers are told of this engine's transfer agent."""
+        return self._running().peers.agent
+
     def open_handoffs(self) -> list[AttemptId]:
         """Return the attempts whose handoff is under way here, for leak checks."""
         site = self._running()
@@ -179,7 +186,7 @@ class PagedEngine:
         tasks: asyncio.TaskGroup,
     ) -> HandoffSite:
         def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            return tasks.create_task(coroutine, name=name)
+            return tasks.create_task(_logged(coroutine, name), name=name)
 
         mover = self._mover
         return HandoffSite(
@@ -217,6 +224,14 @@ class PagedEngine:
                 leg.notice(notice)
         if events:
             site.emit(events)
+
+
+async def _logged(coroutine: Coroutine[object, object, None], name: str) -> None:
+    """Run a task of one handoff: a fault of ours in it costs that handoff, not the engine."""
+    try:
+        await coroutine
+    except Exception:
+        _log.exception("the task %s failed", name)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 
-from schemas.errors import BuswayError, KvMismatchError, WorkerLostError
+from schemas.errors import BuswayError, KvMismatchError, KvTransferFailedError, WorkerLostError
 from schemas.ids import Epoch, WorkerId
 from schemas.peer import AgentMetadata, MetadataRequest
 from services.engines.protocol import PeerLink
@@ -103,23 +103,32 @@ class PeerBook:
         self, worker: WorkerId, epoch: Epoch, introduced: AgentMetadata | None, future: "asyncio.Future[Peer]"
     ) -> None:
         try:
-            agent = introduced
-            if agent is None:
-                question = MetadataRequest(worker=self.worker, epoch=self.epoch, agent=self.agent)
-                agent = await self._link.ask(worker, question, AgentMetadata)
-            self._check(agent, epoch)
-            process = open_envelope(agent.blob, self.agent.transport).process
-            name = f"{worker}@{epoch}"
-            await self._mover.add_peer(name, agent.blob, agent.num_blocks)
+            peer = await self._add_peer(worker, epoch, introduced)
+            if self._connections.get((worker, epoch)) is not future:
+                await self._disconnect(peer)
+                raise WorkerLostError(f"{worker} has left meanwhile")
         except BuswayError as error:
             _log.info("no KV transfer with %s: %s", worker, error)
-            future.set_exception(error)
-            future.exception()  # retrieved: nobody may have been waiting
+            _fail(future, error)
         except asyncio.CancelledError:
             future.cancel()
             raise
+        except Exception as error:
+            _fail(future, KvTransferFailedError(f"{type(error).__name__}: {error}"))
+            raise
         else:
-            future.set_result(Peer(worker=worker, epoch=epoch, name=name, host_id=agent.host_id, process=process))
+            future.set_result(peer)
+
+    async def _add_peer(self, worker: WorkerId, epoch: Epoch, introduced: AgentMetadata | None) -> Peer:
+        agent = introduced
+        if agent is None:
+            question = MetadataRequest(worker=self.worker, epoch=self.epoch, agent=self.agent)
+            agent = await self._link.ask(worker, question, AgentMetadata)
+        self._check(agent, epoch)
+        process = open_envelope(agent.blob, self.agent.transport).process
+        name = f"{worker}@{epoch}"
+        await self._mover.add_peer(name, agent.blob, agent.num_blocks)
+        return Peer(worker=worker, epoch=epoch, name=name, host_id=agent.host_id, process=process)
 
     def _check(self, agent: AgentMetadata, epoch: Epoch) -> None:
         if agent.epoch != epoch:
@@ -131,3 +140,8 @@ class PeerBook:
 
     async def _disconnect(self, peer: Peer) -> None:
         await self._mover.remove_peer(peer.name, is_proven_gone=peer.process.is_gone())
+
+
+def _fail(future: "asyncio.Future[Peer]", error: Exception) -> None:
+    future.set_exception(error)
+    future.exception()  # retrieved: nobody may be waiting

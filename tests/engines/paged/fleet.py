@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -37,7 +38,6 @@ from schemas.peer import (
 from schemas.request import GenerateRequest, Sampling, StopConditions, StreamAddress
 from services.engines.paged.engine import PagedEngine
 from services.engines.paged.handoff import HandoffOptions
-from services.engines.pause import PausePoints
 from services.engines.protocol import EngineEvent, EngineProfile
 from services.engines.sim.runner import SimRunner
 from services.kv.shm import ShmTransfer
@@ -153,6 +153,26 @@ class Host:
         return not (load.running or load.waiting or load.num_held or load.kv_blocks_used or load.kv_blocks_quarantined)
 
 
+class Pauses:
+    """Holds engines that share this pause_dir at a point (services.engines.pause)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def at(self, point: str) -> Iterator[None]:
+        pause = self._folder / f"{point}.pause"
+        pause.touch()
+        try:
+            yield
+        finally:
+            pause.unlink()
+
+    def hits(self, point: str) -> int:
+        hits = self._folder / f"{point}.hit"
+        return len(hits.read_text().splitlines()) if hits.exists() else 0
+
+
 class Fleet:
     """Hosts by name; ids of requests, and legs for them."""
 
@@ -187,11 +207,12 @@ async def running(
 ) -> AsyncIterator[Host]:
     """Run a sim engine until the end of the block; raises what its run raises."""
     args = {"num_blocks": "64", "block_size": "16", "max_num_seqs": "8"} | engine_args
+    runner = SimRunner(args | {"pause_dir": pause_dir})
     engine = PagedEngine(
-        SimRunner(args),
+        runner,
         transfer or ShmTransfer(),
         options=options or HandoffOptions(transfer_s=5.0),
-        pauses=PausePoints(pause_dir),
+        pauses=runner.pauses,
     )
     ready: asyncio.Future[EngineProfile] = asyncio.get_running_loop().create_future()
     epoch = Epoch(time.time_ns())
