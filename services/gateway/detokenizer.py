@@ -7,7 +7,7 @@ others decode a small window again (the idea of Hugging Face's text-generation-i
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -56,20 +56,23 @@ class WindowDetokenizer:
     """For any other tokenizer: decodes the ids since the last but one piece, and shows what goes beyond that piece.
 
     The older part of the window gives the decoder its context (a leading space that is stripped at the very start
-    only). Held back: text that ends in U+FFFD, and runs of byte-fallback tokens, which the decoder judges as a whole.
-    `decode` skips special tokens.
+    only). Held back: text that ends in U+FFFD, and runs of byte-fallback tokens, which the decoder judges as a whole,
+    special tokens within them or not.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], is_byte: Callable[[int], bool]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], is_byte: Callable[[int], bool], special_ids: Set[int]
+    ) -> None:
         self._decode = decode
         self._is_byte = is_byte
+        self._special_ids = special_ids
         self._window: list[int] = []
         self._num_shown = 0
         self._shown = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._window.extend(token_ids)
-        if not token_ids or self._is_byte(self._window[-1]):
+        self._window += [token_id for token_id in token_ids if token_id not in self._special_ids]
+        if not self._window or self._is_byte(self._window[-1]):
             return ""
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT):

@@ -24,13 +24,14 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = json.loads(tokenizer_json)
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._special = frozenset(token.content for token in added if token.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = (settings.get("decoder") or {}).get("type") == "ByteLevel"
         self._has_byte_fallback = "ByteFallback" in json.dumps(settings.get("decoder"))
         self._text_bytes = TokenBytes(self._find_text_bytes)
         self._token_bytes = TokenBytes(self._find_token_bytes)
-        swallows_spaces = any(token.lstrip or token.rstrip for token in added)
+        swallows_spaces = any(token.lstrip or token.rstrip for token in added.values())
         self._vanishing: tuple[str, ...] = ()
         self._max_token_bytes = 0 if swallows_spaces else self._longest_token_bytes(settings)
 
@@ -55,7 +56,7 @@ class Tokenizer:
         """Return a fresh incremental detokenizer for one completion."""
         if self._is_byte_level:
             return ByteDetokenizer(self._text_bytes)
-        return WindowDetokenizer(self.decode, self._is_fallback_byte)
+        return WindowDetokenizer(self.decode, self._is_fallback_byte, self._special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for, special tokens as their names."""
