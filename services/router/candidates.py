@@ -26,8 +26,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def has_room(self) -> bool:
         """Whether the worker would take one more request, as far as is known here."""
         config = self.config
-        is_full = config.max_waiting > 0 and self.load.requests >= config.max_num_seqs + config.max_waiting
-        return not is_full and not self.load.is_suspect
+        return config.max_waiting == 0 or self.load.requests < config.max_num_seqs + config.max_waiting
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,7 @@ def find_path(configs: Iterable[RuntimeConfig], load_of: LoadOf, *, is_strict: b
     Disaggregated where a compatible pair lives; else aggregated on `both` workers, and on decode workers unless
     strict. Raises UnavailableError when no path is complete, CapacityError when every one is full.
     """
-    ready = [Candidate(config=config, load=load_of(config)) for config in configs if config.state == "ready"]
+    ready = _usable(configs, load_of)
     pairs = _pairs(ready)
     paths = [_disaggregated(pairs), *_aggregated(ready, has_pair=bool(pairs), is_strict=is_strict)]
     complete = [path for path in paths if path is not None]
@@ -57,8 +56,8 @@ def find_path(configs: Iterable[RuntimeConfig], load_of: LoadOf, *, is_strict: b
 
 def decode_partners(configs: Iterable[RuntimeConfig], load_of: LoadOf, compat: str) -> list[Candidate]:
     """Return who can take over from a prefill worker of that compatibility group now."""
-    decode = [one for one in configs if one.state == "ready" and one.role == "decode" and one.compat == compat]
-    return [one for one in (Candidate(config=config, load=load_of(config)) for config in decode) if one.has_room]
+    usable = _usable(configs, load_of)
+    return [one for one in usable if one.config.role == "decode" and one.config.compat == compat and one.has_room]
 
 
 def incompatibilities(configs: Sequence[RuntimeConfig]) -> list[str]:
@@ -75,6 +74,13 @@ def incompatibilities(configs: Sequence[RuntimeConfig]) -> list[str]:
                 f"differs in {', '.join(differing)}"
             )
     return reasons
+
+
+def _usable(configs: Iterable[RuntimeConfig], load_of: LoadOf) -> list[Candidate]:
+    """Return the workers that take new work. A suspect one doesn't count, as if it were gone already: it let a hop's
+    second pass, and it isn't overload that others would have to wait for."""
+    ready = [Candidate(config=config, load=load_of(config)) for config in configs if config.state == "ready"]
+    return [one for one in ready if not one.load.is_suspect]
 
 
 class _Pair(msgspec.Struct, frozen=True):

@@ -84,6 +84,13 @@ def test_a_full_pair_leaves_the_request_to_workers_of_both_roles(make_config: Ma
     assert (path.handoff, [one.config.worker_id for one in path.first]) == (None, ["b"])
 
 
+def test_a_silent_prefill_worker_is_no_prefill_worker(make_config: MakeConfig) -> None:
+    silent = WorkerLoad(requests=0, queued_tokens=0, kv_used=0.0, is_suspect=True)
+    configs = [make_config("p", "prefill"), make_config("d", "decode")]
+    path = find_path(configs, lambda config: silent if config.worker_id == "p" else IDLE, is_strict=False)
+    assert (path.handoff, [one.config.worker_id for one in path.first]) == (None, ["d"])
+
+
 def test_a_pair_in_another_group_takes_over_from_a_full_one(make_config: MakeConfig) -> None:
     configs = [
         make_config(f"{role[0]}{compat}", role, compat=compat, max_waiting=9)
