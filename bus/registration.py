@@ -90,7 +90,8 @@ class Registration:
         """Beat until cancelled. While disconnected nothing is sent: old beats would be told later as new ones."""
         while True:
             if self._bus.is_connected:
-                await self._publish_beat()
+                progress, is_busy = self._beat()
+                await self._publish_beat(progress=progress, is_busy=is_busy)
             await asyncio.sleep(BEAT_EVERY_S)
 
     async def leave(self) -> None:
@@ -145,8 +146,7 @@ class Registration:
                 return
         raise BusUnavailableError(f"somebody else keeps writing {self.key}")
 
-    async def _publish_beat(self, *, is_leaving: bool = False) -> None:
-        progress, is_busy = self._beat()
+    async def _publish_beat(self, *, progress: int = 0, is_busy: bool = False, is_leaving: bool = False) -> None:
         _, id = _who(self.record)
         heartbeat = Heartbeat(id=id, epoch=self.record.epoch, progress=progress, is_busy=is_busy, is_leaving=is_leaving)
         try:
