@@ -186,7 +186,9 @@ class PagedEngine:
         tasks: asyncio.TaskGroup,
     ) -> HandoffSite:
         def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            return tasks.create_task(_logged(coroutine, name), name=name)
+            task = tasks.create_task(_logged(coroutine, name), name=name)
+            task.add_done_callback(lambda _: coroutine.close())  # one cancelled before it began was never awaited
+            return task
 
         mover = self._mover
         return HandoffSite(
