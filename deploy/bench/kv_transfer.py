@@ -21,14 +21,14 @@ LAYOUT = KvLayout(
 )  # 12 KiB rows
 
 
-def make_transfer(kind: str, name: str) -> KvTransfer:
+def make_transfer(kind: str) -> KvTransfer:
     if kind == "nixl":
         from services.kv.nixl import NixlTransfer
 
-        return NixlTransfer(name)
+        return NixlTransfer()
     from services.kv.shm import ShmTransfer
 
-    return ShmTransfer(name)
+    return ShmTransfer()
 
 
 def serve_pool(transfer: KvTransfer) -> tuple[np.ndarray[Any, Any], bytes]:
@@ -48,7 +48,7 @@ def serve_pool(transfer: KvTransfer) -> tuple[np.ndarray[Any, Any], bytes]:
 
 
 def source_process(kind: str, pipe: Connection) -> None:
-    transfer = make_transfer(kind, "source")
+    transfer = make_transfer(kind)
     pool, blob = serve_pool(transfer)
     pool[:] = np.random.default_rng(7).integers(0, 256, pool.shape, dtype=np.uint8)
     pipe.send_bytes(blob)
@@ -75,7 +75,7 @@ def measure(kind: str, *, num_blocks: int, rounds: int) -> dict[str, float]:
     ours, theirs = context.Pipe()
     process = context.Process(target=source_process, args=(kind, theirs))
     process.start()
-    transfer = make_transfer(kind, "sink")
+    transfer = make_transfer(kind)
     pool, blob = serve_pool(transfer)
     peer_blob = ours.recv_bytes()
     ours.send_bytes(blob)
