@@ -18,7 +18,7 @@ import msgspec
 
 from bus.connection import Bus
 from bus.deadlines import check_deadlines, next_due
-from bus.flight import Flight
+from bus.flight import Flight, Patience
 from bus.subscriptions import PENDING_MESSAGES_LIMIT
 from schemas.errors import AckTimeoutError, BusUnavailableError, BuswayError, CapacityError
 from schemas.frames import Accepted, Decoding, Frame, Prefilling, decode_frames
@@ -30,6 +30,7 @@ from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions
 logger = logging.getLogger(__name__)
 
 NO_DEADLINES = Deadlines()
+DEFAULT_PATIENCE = Patience()
 BUSY_BACKOFF_S = 0.05
 MAX_ABORTED_REMEMBERED = 4096
 
@@ -37,8 +38,7 @@ MAX_ABORTED_REMEMBERED = 4096
 class Client:
     """All requests of one bus connection. `start` once, then `generate` as often as wanted.
 
-    With `owner` (an id whose heartbeat is on the bus) holders can tell that this client died. bus.flight explains the
-    two silences.
+    With `owner` (an id whose heartbeat is on the bus) holders can tell that this client died.
     """
 
     def __init__(
@@ -48,16 +48,14 @@ class Client:
         owner: str = "",
         ack_timeout_s: float = 1.0,
         max_tries: int = 3,
-        silence_s: float = 30.0,
-        suspect_silence_s: float = 5.0,
+        patience: Patience = DEFAULT_PATIENCE,
         max_pending_messages: int = PENDING_MESSAGES_LIMIT,
     ) -> None:
         self._bus = bus
         self._stream = StreamAddress(subject=f"{bus.inbox}.tok.s", owner=owner)
         self._ack_timeout_s = ack_timeout_s
         self._max_tries = max_tries
-        self._silence_s = silence_s
-        self._suspect_silence_s = suspect_silence_s
+        self._patience = patience
         self._max_pending_messages = max_pending_messages
         self._flights: dict[AttemptId, Flight] = {}
         self._aborted: OrderedDict[tuple[AttemptId, str], None] = OrderedDict()
@@ -128,7 +126,7 @@ class Client:
         subject = self._bus.subjects.requests(request.model)
         for number in range(1, self._max_tries + 1):
             check_deadlines(request.deadlines, "sent", time.time())
-            flight = self._flights[request.attempt_id] = Flight(request, self._silence_s, self._suspect_silence_s)
+            flight = self._flights[request.attempt_id] = Flight(request, self._patience)
             is_taken = False
             try:
                 is_taken = await self._send(subject, flight, is_last=number == self._max_tries)

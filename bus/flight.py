@@ -1,13 +1,13 @@
 """One attempt in flight at its owner: the reader, what it delivered and nobody has taken yet, and its timer.
 
-Silence: before the first token only the request's deadlines and the loss of its holder end a flight. From then on
-`silence_s` without a frame breaks the stream, or `suspect_silence_s` once frames may have been lost (a slow consumer's
-drop, a reconnect).
+Before the first token only the request's deadlines and the loss of its holder end a flight; from then on silence
+breaks the stream (Patience).
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from bus.deadlines import late, next_due
 from bus.stream import StreamReader
@@ -20,19 +20,26 @@ LOST_HOLDER_GRACE_S = 0.5
 _End = tuple[float, Callable[[], BuswayError]]
 
 
+class Patience(NamedTuple):
+    """How long a stream may be silent once it has begun: usually, and after frames may have been lost (a slow
+    consumer's drop, a reconnect)."""
+
+    silence_s: float = 30.0
+    suspect_silence_s: float = 5.0
+
+
 class Flight:
     """Made by bus.client for each attempt: `feed` comes from the subscription, `next_frames` from the caller.
 
     `has_heard`: some frame has arrived. `has_terminal`: Finished or Failed has, so nobody holds the attempt now.
     """
 
-    def __init__(self, request: GenerateRequest, silence_s: float, suspect_silence_s: float) -> None:
+    def __init__(self, request: GenerateRequest, patience: Patience) -> None:
         self.request = request
         self.reader = StreamReader(request.attempt_id, num_resumed=len(request.resume))
         self.has_heard = False
         self.has_terminal = False
-        self._silence_s = silence_s
-        self._suspect_silence_s = suspect_silence_s
+        self._patience = patience
         self._frames: list[Frame] = []
         self._error: BuswayError | None = None
         self._waker: asyncio.Future[None] | None = None
@@ -147,11 +154,11 @@ class Flight:
         if self._lost_at is not None:
             ends.append((self._lost_at, self._holder_lost))
         if self.reader.stage == "streaming":
-            ends.append((self._heard_at + self._silence_s, self._silent))
+            ends.append((self._heard_at + self._patience.silence_s, self._silent))
             if self._suspect_at is not None:
-                ends.append((self._suspect_at + self._suspect_silence_s, self._silent))
+                ends.append((self._suspect_at + self._patience.suspect_silence_s, self._silent))
         elif self._suspect_at is not None:
-            ends.append((self._suspect_at + self._silence_s, self._silent))
+            ends.append((self._suspect_at + self._patience.silence_s, self._silent))
         return ends
 
     def _silent(self) -> BuswayError:

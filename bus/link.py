@@ -11,9 +11,9 @@ from collections.abc import Callable
 from nats.aio.subscription import Subscription
 from nats.errors import SlowConsumerError, UnexpectedEOF
 
-logger = logging.getLogger(__name__)
+from bus.log_limit import LogLimiter
 
-_LOG_EVERY_S = 5.0
+logger = logging.getLogger(__name__)
 
 
 class Link:
@@ -28,7 +28,7 @@ class Link:
         self.last_error: Exception | None = None
         self.came_back: Callable[[], None] | None = None
         self.on_drop: dict[Subscription, Callable[[int], None]] = {}
-        self._logged: dict[str, float] = {}
+        self._limiter = LogLimiter()
 
     async def connected(self) -> None:
         self.is_up.set()
@@ -65,9 +65,5 @@ class Link:
             on_drop(subscription.pending_msgs)
 
     def _log(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._logged.get(text, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            if len(self._logged) > 256:
-                self._logged.clear()
-            self._logged[text] = now
+        if self._limiter.allows(text, time.monotonic()):
             logger.warning("%s: NATS: %s", self.name, text)

@@ -51,7 +51,8 @@ class NatsServer:
     """A nats-server child process; `async with` starts and stops it.
 
     `start` after `stop` or `kill` takes the same port, credentials and store again. Files: a private directory of
-    its own, removed on exit; with `store_dir` the JetStream files stay there.
+    its own, removed on exit; with `store_dir` the JetStream files stay there. On Linux the server ends with the thread
+    that started it: start it from the main thread.
     """
 
     def __init__(

@@ -12,8 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nats.aio.msg import Msg
 
+from bus.log_limit import LogLimiter
 from bus.subjects import is_inbox
-from schemas.errors import BuswayError, CapacityError, ErrorRecord, PayloadTooLargeError
+from schemas.errors import BuswayError, CapacityError, ErrorRecord, PayloadTooLargeError, RequestError
 from schemas.message import Message, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Serving:
         self.num_calls = 0
         self.num_errors = 0
         self.busy_ns = 0
+        self._limiter = LogLimiter()
         self._close: Callable[[], Awaitable[None]] | None = None
 
     def attach(self, close: Callable[[], Awaitable[None]]) -> None:
@@ -71,6 +73,11 @@ class Serving:
     async def on_message(self, msg: Msg) -> None:
         """Take a message; called by nats-py."""
         raise NotImplementedError
+
+    def warn(self, text: str) -> None:
+        """Log what is wrong with messages from outside, not once a message."""
+        if self._limiter.allows(text, time.monotonic()):
+            logger.warning("%s: %s", self.subject, text)
 
     async def stop(self) -> None:
         """Take no new messages; those already received go to their handlers, running calls go on. Idempotent.
@@ -109,7 +116,7 @@ class Service(Serving, Generic[M]):
     async def on_message(self, msg: Msg) -> None:
         if msg.reply and not is_inbox(msg.reply):
             # Else a client could make us write anywhere: a KV key, JetStream's API, a worker.
-            logger.warning("call on %s dropped: it wants its answer at %r, which is no inbox", msg.subject, msg.reply)
+            self.warn("call dropped: it wants its answer outside an inbox")
             return
         self.num_calls += 1
         call = Call(self._sender, msg.subject, msg.reply)
@@ -134,7 +141,7 @@ class Service(Serving, Generic[M]):
             return await self._handler(self._decode(payload), call)
         except BuswayError as error:
             if call.has_responded or not call.reply:  # else it is the asker's to log
-                logger.warning("call on %s failed unheard: %s: %s", call.subject, error.code, error.message)
+                self.warn(f"call failed unheard: {error.code}: {error.message}")
             return self._count(error)
         except Exception:
             logger.exception("handler of %s failed", self.subject)
@@ -162,7 +169,7 @@ class Service(Serving, Generic[M]):
         except PayloadTooLargeError as error:
             await call.respond(self._count(error))
         except BuswayError as error:
-            logger.warning("no answer sent on %s: %s", call.subject, error.message)
+            self.warn(f"no answer sent: {error.message}")
 
 
 class Listener(Serving):
@@ -177,6 +184,9 @@ class Listener(Serving):
         self.num_calls += 1
         try:
             self._callback(msg.subject, msg.data)
+        except RequestError as error:
+            self.num_errors += 1
+            self.warn(error.message)
         except (Exception, asyncio.CancelledError):
             self.num_errors += 1
             logger.exception("listener on %s failed", self.subject)

@@ -10,6 +10,7 @@ import pytest
 
 from bus.client import Client
 from bus.connection import Bus
+from bus.flight import Patience
 from bus.serving import Call
 from bus.subjects import is_under_inbox
 from schemas.errors import (
@@ -41,6 +42,7 @@ from tests.conftest import BusFactory, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
+QUICK = Patience(suspect_silence_s=0.2)
 ACCEPTED = AcceptedHop(by="r1", epoch=Epoch(1))
 Script = Callable[["Backend", GenerateRequest, Call], Awaitable[None]]
 
@@ -365,7 +367,7 @@ async def test_silence_in_mid_stream_breaks_it(bus_factory: BusFactory) -> None:
         await begin(backend, request, call)
         await backend.send(request, tokens(request, 0))
 
-    async with scene(bus_factory, script, silence_s=0.2) as (client, _):
+    async with scene(bus_factory, script, patience=Patience(silence_s=0.2)) as (client, _):
         with pytest.raises(StreamBrokenError, match="nothing heard"):
             await collect(generate(client))
 
@@ -379,7 +381,7 @@ async def test_a_slow_consumers_lost_tail_is_an_error(bus_factory: BusFactory) -
             await backend.send(request, tokens(request, seq))
         await backend.send(request, finished(request, 200))
 
-    async with scene(bus_factory, script, max_pending_messages=4, suspect_silence_s=0.2) as (client, _):
+    async with scene(bus_factory, script, max_pending_messages=4, patience=QUICK) as (client, _):
         with pytest.raises(StreamBrokenError):
             await collect(generate(client, max_tokens=200))
 

@@ -107,6 +107,7 @@ async def test_a_killed_process_is_noticed_in_about_two_seconds(
         assert len(fleet.all_records) == 1  # until it expires; a record without a heartbeat isn't live
 
 
+@pytest.mark.slow
 async def test_a_frozen_process_is_out_and_back_in_when_it_wakes(
     bus_factory: BusFactory, nats_server: NatsServer
 ) -> None:
