@@ -38,20 +38,18 @@ class Planner:
         """Return the next step, or None when nothing can be computed until an order comes."""
         self._slices, self._sequences = [], []
         budget = self._limits.max_batched_tokens
-        num_preempted = self._plan_decodes(budget)
+        self._plan_decodes(budget)
         num_decodes = len(self._slices)
         budget = self._plan_chunks(budget - num_decodes)
-        # Those just preempted would be let in again at once; with an empty plan somebody has to come.
-        if not (num_preempted and self._slices):
-            self._admit(budget, now)
+        self._admit(budget, now)
         if not self._slices:
             return None
         return StepPlan(slices=self._slices, sequences=self._sequences, num_decodes=num_decodes)
 
-    def _plan_decodes(self, budget: int) -> int:
-        """Add one token of each decoding sequence, oldest first; return how many were preempted for it."""
+    def _plan_decodes(self, budget: int) -> None:
+        """Add one token of each decoding sequence, oldest first, preempting the newest where blocks are lacking."""
         running, block_size = self._ledger.running.sequences, self._limits.block_size
-        index = num_preempted = 0
+        index = 0
         while index < len(running) and len(self._slices) < budget:
             sequence = running[index]
             if sequence.state is not SequenceState.DECODING:
@@ -59,11 +57,9 @@ class Planner:
                 continue
             if sequence.num_computed == len(sequence.table.blocks) * block_size and not self._grow(sequence):
                 self._preempt_newest()
-                num_preempted += 1
                 continue
             self._add(sequence, 1)
             index += 1
-        return num_preempted
 
     def _grow(self, sequence: Sequence) -> bool:
         blocks = self._ledger.blocks
@@ -73,7 +69,8 @@ class Planner:
         return True
 
     def _preempt_newest(self) -> None:
-        # There is one: the sequence that asked is decoding. It isn't in the plan yet, nor is any newer one.
+        # There is one: the sequence that asked is decoding. It isn't in the plan yet, nor is any newer one. It won't
+        # be let in again at once either: it needs at least the blocks it gave up, and one of them goes to an older one.
         ledger = self._ledger
         sequence = next(s for s in reversed(ledger.running.sequences) if s.is_preemptible)
         ledger.leave(sequence)

@@ -156,6 +156,55 @@ def test_the_newest_decoding_sequence_is_the_one_preempted() -> None:
     assert stage.of(new, Finished)[0].usage.num_computed_prompt_tokens > 8 - 4
 
 
+def test_a_sequence_that_preempts_itself_lets_those_in_that_waited_for_its_blocks() -> None:
+    stage = Stage(num_blocks=8, block_size=4)
+    held, newest, urgent = (
+        a_request(prompt(0, 16)),
+        a_request(prompt(50, 8), 12),
+        a_request(prompt(99, 12), 2, priority=1),
+    )
+    stage.scheduler.hold(held, stage.now, report_chunks=False)
+    stage.scheduler.generate(newest, stage.now)
+    stage.step()
+    stage.step()
+    stage.scheduler.generate(urgent, stage.now)
+    stage.run()
+    assert stage.of(urgent, Finished)
+    assert not stage.of(newest, Finished)
+    stage.scheduler.release(held.attempt_id)
+    stage.run()
+    assert stage.ids(newest) == Oracle().completion(newest)
+    stage.assert_empty()
+
+
+def test_a_held_prompt_under_way_is_not_preempted_for_its_blocks_are_being_sent() -> None:
+    stage = Stage(num_blocks=8, block_size=4, max_batched_tokens=8)
+    decoding, held = a_request(prompt(0, 6), 8), a_request(prompt(50, 24))
+    stage.scheduler.generate(decoding, stage.now)
+    stage.step()
+    stage.scheduler.hold(held, stage.now, report_chunks=True)
+    stage.run()
+    told = [n.block_ids for n in stage.of(held, (ChunkComputed, PromptComputed))]
+    assert len(told) > 2
+    assert len(set(told)) == 1
+    assert not stage.of(decoding, Finished)
+    stage.scheduler.release(held.attempt_id)
+    stage.run()
+    assert stage.ids(decoding) == Oracle().completion(decoding)
+
+
+def test_a_prompt_given_up_half_way_leaves_no_prefix_hit_beyond_what_was_computed() -> None:
+    stage = Stage(num_blocks=64, block_size=4, max_batched_tokens=8)
+    first, second = a_request(prompt(0, 40), 5), a_request(prompt(0, 40), 5)
+    stage.scheduler.generate(first, stage.now)
+    stage.step()
+    stage.scheduler.abort(first.attempt_id)
+    stage.scheduler.generate(second, stage.now)
+    stage.run()
+    assert stage.ids(second) == Oracle().completion(second)
+    assert stage.of(second, Finished)[0].usage.cached_tokens == 8
+
+
 def test_admission_goes_by_priority_and_then_by_arrival() -> None:
     stage = Stage(max_num_seqs=1)
     requests = [a_request(prompt(i, 4), 2, priority=priority) for i, priority in enumerate((0, 0, 5))]
