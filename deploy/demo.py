@@ -20,7 +20,7 @@ def render_phases(phases: Phases, usage: Usage) -> str:
         ("  gateway", phases.gateway_s + phases.route_s, "tokenize, template, route"),
         ("  prefill", prefill, f"{usage.prompt_tokens} tokens by {phases.prefill_worker or phases.decode_worker}"),
         ("  transfer", phases.transfer_s, f"{phases.kv_bytes:,} bytes of KV cache"),
-        ("  overlap", wait, "prefill and transfer at the same time")
+        ("  overlap", wait, "phases that ran at the same time")
         if wait < 0
         else ("  waiting", wait, "messages and the engines' steps"),
         ("first token", phases.first_token_s, "after the question came in"),

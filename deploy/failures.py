@@ -1,5 +1,6 @@
 """From what ended a process to what it says and its exit code."""
 
+import errno
 import logging
 
 from deploy.errors import CommandError, UsageError
@@ -19,6 +20,8 @@ def in_words(error: Exception, name: str) -> CommandError:
             return UsageError(f"{name}: {error.message}")
         case BuswayError():
             return CommandError(f"{name}: {error.message}")
+        case OSError(errno=errno.EADDRINUSE):
+            return UsageError(f"{name}: {error}")
         case OSError():
             return CommandError(f"{name}: {error}")
     log.critical("%s has failed", name, exc_info=error)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.child import Child, ChildSpec, Say
+from deploy.errors import CommandError
 from deploy.nats_keeper import nats_for
 from deploy.ready_socket import ready_socket
 from deploy.runtime_file import RuntimeNote, remove_note, runtime_dir, write_note
@@ -89,6 +90,7 @@ class Stack:
         """Stop in order; at the second signal kill."""
         if self.stop_asked.is_set():
             self._say("busway", "killing everything")
+            self._fail(CommandError("killed before everything in flight had ended"))
             for child in self.children:
                 child.kill()
         else:

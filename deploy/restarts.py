@@ -44,7 +44,7 @@ class RestartPolicy:
         if code == 0:
             return Left()
         if code == EXIT_USAGE and not self._was_ever_ready:
-            return GiveUp(reason="its configuration can't be used")
+            return GiveUp(reason="its configuration can't be used, as its last line says")
         if self._was_ever_ready and ran_s >= HEALTHY_S:
             self._num_deaths = 0
         self._num_deaths += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,38 @@ def test_ctrl_c_before_it_is_ready_leaves_nothing_behind(home: Home) -> None:
     assert process.wait(timeout=20) == 0, home.log()
     assert [it for it in family if it.is_running()] == []
     assert home.notes() == []
+
+
+SLOW = ("--engine-arg", "decode_ms_per_step=50")
+
+
+def ask_slowly(home: Home, max_tokens: int) -> subprocess.Popen[bytes]:
+    """Return a chat that has begun to print its answer to chat.log."""
+    chat = home.start("chat", "Hello!", "--max-tokens", str(max_tokens), log="chat.log")
+    home.until(lambda: home.log("chat.log").strip(), "the answer has begun")
+    return chat
+
+
+def test_ctrl_c_lets_an_answer_under_way_end(home: Home) -> None:
+    with home.serving(*SLOW) as served:
+        chat = ask_slowly(home, 40)
+        assert served.stop() == 0, home.log()
+        assert chat.wait(timeout=10) == 0, home.log("chat.log")
+        assert len(home.log("chat.log").split()) == 40
+
+
+def test_a_second_ctrl_c_kills_what_is_still_under_way(home: Home) -> None:
+    with home.serving(*SLOW) as served:
+        chat = ask_slowly(home, 4000)
+        family = served.family()
+        served.process.send_signal(signal.SIGINT)
+        home.until(lambda: "gateway-0 is draining" in home.log(), "the gateway drains")
+        assert served.process.poll() is None
+        assert served.stop() == 1, home.log()
+        assert [process for process in family if process.is_running()] == []
+        assert home.notes() == []
+        assert chat.wait(timeout=10) == 1
+        assert "broke off" in home.log("chat.log")
 
 
 def test_a_stack_whose_gateway_cannot_listen_says_why_and_stops(served: Served, other_home: Home) -> None:
