@@ -2,6 +2,7 @@
 its load. Step 2 of the walk; sends nothing itself.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -19,6 +20,8 @@ from services.router.candidates import RETRY_AFTER_S, Candidate, Path, decode_pa
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Leg, Picker
 from services.router.route import Ask
+
+logger = logging.getLogger(__name__)
 
 
 class Workers(Protocol):
@@ -81,7 +84,11 @@ class Dispatcher:
         left = [one for one in candidates if one.config.worker_id not in tried]
         if not left:
             raise CapacityError(f"no {ask.leg} worker has room", phase="queue", retry_after_s=RETRY_AFTER_S)
-        return self._hop(ask, request, path, self.picker.pick(ask.leg, left).config)
+        picked = self.picker.pick(ask.leg, left)
+        if logger.isEnabledFor(logging.DEBUG):
+            loads = ", ".join(f"{one.config.worker_id} {one.load}" for one in left)
+            logger.debug("%s of %s to %s; of %s", ask.leg, request.attempt_id, picked.config.worker_id, loads)
+        return self._hop(ask, request, path, picked.config)
 
     def members(self, config: RuntimeConfig) -> list[WorkerId]:
         """Return everyone in the queue group that `config` belongs to."""

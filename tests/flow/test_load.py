@@ -73,6 +73,16 @@ async def test_eight_long_prompts_at_once_give_four_prefill_workers_two_each(ser
         assert Counter(task.result().prefilled_by for task in tasks) == dict.fromkeys(("p1", "p2", "p3", "p4"), 2)
 
 
+async def test_short_prompts_sent_with_a_long_one_go_to_the_other_worker(server: NatsServer) -> None:
+    """In the same breath: no report could have told of the long one yet."""
+    async with stack(server, "p1", "p2", "d1", engine_args={"prefill_ms_per_token": "0.2"}) as here:
+        async with asyncio.TaskGroup() as clients:
+            long = clients.create_task(here.generate([7] * 3000, 2))
+            short = [clients.create_task(here.generate([number + 10] * 50, 2)) for number in range(4)]
+        (other,) = {"p1", "p2"} - {long.result().prefilled_by}
+        assert {task.result().prefilled_by for task in short} == {other}
+
+
 @pytest.mark.parametrize("workers", [("b1",), ("p1", "d1")])
 @pytest.mark.parametrize("policy", ["least_loaded", "queue"])
 async def test_more_than_fits_is_429_at_once_and_what_was_taken_ends_well(

@@ -168,3 +168,13 @@ async def test_a_grace_that_runs_out_ends_the_rest_as_lost(server: NatsServer) -
             await here.until(lambda: here["b1"].load().running == 1)
             await here.drain("b1", grace_s=0.1)
         assert client.result().code == "worker_lost"
+
+
+async def test_a_nats_server_that_restarts_finds_everybody_again() -> None:
+    async with NatsServer() as own, stack(own, "p1", "d1") as here:
+        assert (await here.generate([5, 6, 7], 3)).prefilled_by == "p1"
+        await own.stop()
+        await own.start()
+        await until_ready(here)
+        assert (await here.generate([5, 6, 7], 3)).prefilled_by == "p1"
+        await here.all_free()
