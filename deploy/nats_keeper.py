@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from deploy.child import Say
-from deploy.processes import start_time_of
+from deploy.processes import IS_LINUX, start_time_of
 from deploy.runtime_file import RuntimeNote, new_note
 from deploy.settings import Settings
 from schemas.errors import BusUnavailableError
@@ -36,7 +36,7 @@ async def nats_for(settings: Settings, say: Say) -> AsyncIterator[RuntimeNote]:
 
 async def _keep(server: "NatsServer", say: Say) -> None:
     """Start the server again, on its port and store, whenever it has died; services reconnect by themselves."""
-    while True:
+    while IS_LINUX:  # elsewhere a process's start time, and so its life, isn't known
         await asyncio.sleep(LOOK_EVERY_S)
         if start_time_of(server.pid):
             continue
