@@ -199,7 +199,15 @@ class NatsServer:
     def _users(self) -> list[dict[str, object]]:
         prefix = self._subjects.prefix
         permissions = {
-            "publish": {"allow": [f"{prefix}.openai.>", f"{prefix}.requests.>"]},
+            # An abort names an unguessable attempt: only its owner can end it.
+            "publish": {
+                "allow": [
+                    f"{prefix}.openai.>",
+                    f"{prefix}.requests.>",
+                    f"{prefix}.worker.*.abort",
+                    f"{prefix}.router.*.abort",
+                ]
+            },
             "subscribe": {"allow": [f"{INBOX_ROOT}.>"], "deny": [f"{INTERNAL_INBOX_ROOT}.>"]},
         }
         return [

@@ -111,8 +111,8 @@ def is_running(pid: int) -> bool:
     "subject",
     [
         "busway.v1.worker.w1.prefill",
-        "busway.v1.worker.w1.abort",
-        "busway.v1.router.r1.abort",
+        "busway.v1.worker.w1.load",
+        "busway.v1.router.r1.other",
         "busway.v1.peer.w1.metadata",
         "busway.v1.admin.w1.drain",
         "busway.v1.hb.worker.w1",
@@ -131,6 +131,18 @@ async def test_the_client_user_is_refused_and_stays_connected(client_user: Clien
     assert client_user.client.is_connected
     with pytest.raises(nats.errors.NoRespondersError):
         await client_user.client.request("busway.v1.requests.m", b"{}")
+
+
+@pytest.mark.parametrize("subject", ["busway.v1.worker.w1.abort", "busway.v1.router.r1.abort"])
+async def test_the_client_user_can_abort_its_own_attempts(
+    nats_server: NatsServer, client_user: ClientUser, subject: str
+) -> None:
+    internal = await nats.connect(nats_server.internal_url)
+    heard = await internal.subscribe(subject)
+    await internal.flush()
+    await client_user.client.publish(subject, b"abort")
+    assert (await heard.next_msg(timeout=2)).data == b"abort"
+    await internal.close()
 
 
 @pytest.mark.parametrize(
