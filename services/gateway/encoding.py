@@ -1,7 +1,7 @@
 """Tokenising off the event loop. A short text costs less than the hop to a thread and is encoded in place."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self, TypeVar
 
@@ -26,11 +26,16 @@ class EncodingThreads:
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) <= MAX_INLINE_CHARS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.run(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def encode(self, tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the ids of each text."""
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, run in a thread; cancelling stops the wait, not the work."""
+        def encode_all() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        return await self.run(encode_all, is_long=sum(map(len, texts)) > MAX_INLINE_CHARS)
+
+    async def run(self, work: Callable[[], T], *, is_long: bool = True) -> T:
+        """Return what `work` returns, run in a thread if it is long; cancelling stops the wait, not the work."""
+        if not is_long:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -86,7 +86,7 @@ class Routes:
     async def ready(self, _request: web.Request) -> web.Response:
         """Say whether some model can be asked, and what each has and lacks."""
         is_ready = bool(self._models.listed()) and not self._answering.is_draining
-        paths = [_path_state(path) for _, path in sorted(self._models.paths.items())]
+        paths = [_path_state(path, self._models.missing(name)) for name, path in sorted(self._models.paths.items())]
         state = "draining" if self._answering.is_draining else "ready" if is_ready else "not ready"
         return _json({"status": state, "models": paths}, status=200 if is_ready else 503)
 
@@ -104,7 +104,10 @@ class Routes:
         }
 
     async def _read_body(self, request: web.Request) -> bytes:
-        """Return the body; raises RequestTooLargeError as soon as it is known to be over the limit."""
+        """Return the body; raises RequestTooLargeError as soon as it is known to be over the limit.
+
+        The limit counts unpacked bytes: aiohttp undoes a Content-Encoding piece by piece.
+        """
         check_body_size(request.content_length or 0, self._max_body_bytes)
         parts: list[bytes] = []
         num_bytes = 0
@@ -114,6 +117,8 @@ class Routes:
                     num_bytes += len(part)
                     check_body_size(num_bytes, self._max_body_bytes)
                     parts.append(part)
+        except web.RequestPayloadError as error:
+            raise RequestError("request body: it doesn't have the encoding or length that its headers say") from error
         except TimeoutError:
             raise DeadlineError(f"no complete request body within {BODY_TIMEOUT_S} s", phase="gateway") from None
         return b"".join(parts)
@@ -161,11 +166,11 @@ def _json(document: object, *, status: int = 200) -> web.Response:
     return web.Response(status=status, body=orjson.dumps(document), content_type=_JSON)
 
 
-def _path_state(path: ModelPath) -> dict[str, object]:
+def _path_state(path: ModelPath, missing: str) -> dict[str, object]:
     return {
         "model": path.model,
-        "is_complete": path.is_complete,
-        "missing": path.missing,
+        "is_complete": not missing,
+        "missing": missing,
         "serves": "disaggregated" if path.is_disaggregated else "aggregated" if path.is_aggregated else "nothing",
         "prefill": path.num_prefill,
         "decode": path.num_decode,

@@ -57,6 +57,8 @@ class HttpReply:
             return
         headers = self._headers() | error_headers(error)
         self.response = web.Response(status=error.http_status, body=body, content_type=_JSON, headers=headers)
+        if self._request.content.exception() is not None:
+            self.response.force_close()  # aiohttp drops the connection of a broken body: say so
 
     def abandon(self) -> None:
         if self._request.transport is not None:
@@ -72,7 +74,6 @@ class HttpReply:
             self.last_write_at = monotonic()
             if not isinstance(self.response, web.StreamResponse):
                 self.response = web.StreamResponse(headers=_SSE_HEADERS | self._headers())
-                self.response.enable_chunked_encoding()
                 await self.response.prepare(self._request)
             if is_last:
                 await self.response.write_eof(data)
@@ -104,8 +105,8 @@ class Pacemaker:
             self._replies.discard(reply)
 
     async def run(self) -> None:
-        """Comment on every stream that was silent for keepalive_s; until cancelled."""
-        while True:
+        """Comment on every stream that was silent for keepalive_s, until cancelled; 0 switches it off."""
+        while self._keepalive_s > 0:
             await asyncio.sleep(self._keepalive_s / 4)
             quiet_since = monotonic() - self._keepalive_s
             for reply in [r for r in self._replies if r.is_stream and r.last_write_at <= quiet_since]:

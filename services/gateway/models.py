@@ -87,9 +87,15 @@ class ModelDirectory:
         for callback in self._callbacks:
             callback()
 
+    def missing(self, name: str) -> str:
+        """Say what keeps a model of `paths` from being asked, "" when nothing does."""
+        path = self.paths[name]
+        future = self._vocabularies[path.digest]
+        return path.missing or ("" if future.done() else "its tokenizer is not loaded yet")
+
     def listed(self) -> list[str]:
         """Return the names of the models that can be asked now."""
-        return sorted(model for model, path in self.paths.items() if path.is_complete)
+        return sorted(model for model in self.paths if not self.missing(model))
 
     async def get(self, name: str) -> ServedModel:
         """Return a model; raises ModelNotFoundError, or UnavailableError when its path is incomplete for now.

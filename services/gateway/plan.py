@@ -85,10 +85,10 @@ def _stop_conditions(
     field = prompt_field(request)
     if not token_ids:
         raise RequestError(f"{field}: the prompt is empty", param=field)
-    _check_vocabulary(token_ids, limits.vocab_size, field)
-    _check_vocabulary(request.stop_token_ids or (), limits.vocab_size, "stop_token_ids")
     wanted = request.wanted_tokens
     check_context(len(token_ids), wanted, limits.max_context_tokens, field)
+    _check_vocabulary(token_ids, limits.vocab_size, field)
+    _check_vocabulary(request.stop_token_ids or (), limits.vocab_size, "stop_token_ids")
     rest = limits.max_context_tokens - len(token_ids)
     max_tokens = wanted or min(limits.default_max_tokens or rest, rest)
     min_tokens = request.min_tokens or 0

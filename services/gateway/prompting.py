@@ -1,5 +1,7 @@
 """An OpenAI request's prompts as token ids: template, then tokenizer. Step 2 of a request's walk."""
 
+from collections.abc import Sequence
+
 from schemas.errors import ContextOverflowError, RequestError
 from services.gateway.encoding import EncodingThreads
 from services.gateway.models import ServedModel
@@ -15,14 +17,11 @@ async def encode_prompts(
     """
     if isinstance(request, ChatRequest):
         # The template writes the special tokens itself.
-        return [await _encode(_render(request, model), model, threads, "messages", add_special_tokens=False)]
-    prompts: list[list[int]] = []
-    for prompt in request.prompts():
-        if isinstance(prompt, str):
-            prompts.append(await _encode(prompt, model, threads, "prompt", add_special_tokens=True))
-        else:
-            prompts.append(prompt)
-    return prompts
+        return await _encode([_render(request, model)], model, threads, "messages", add_special_tokens=False)
+    prompts = request.prompts()
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await _encode(texts, model, threads, "prompt", add_special_tokens=True))
+    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _render(request: ChatRequest, model: ServedModel) -> str:
@@ -39,14 +38,15 @@ def _render(request: ChatRequest, model: ServedModel) -> str:
 
 
 async def _encode(
-    text: str, model: ServedModel, threads: EncodingThreads, param: str, *, add_special_tokens: bool
-) -> list[int]:
+    texts: Sequence[str], model: ServedModel, threads: EncodingThreads, param: str, *, add_special_tokens: bool
+) -> list[list[int]]:
     tokenizer = model.vocabulary.tokenizer
-    fewest = tokenizer.fewest_tokens(text)
-    if fewest > model.max_context_tokens:
-        raise ContextOverflowError(
-            f"{param}: the prompt of {len(text)} characters has at least {fewest} tokens, "
-            f"which exceed the model's context of {model.max_context_tokens} tokens",
-            param=param,
-        )
-    return await threads.encode(tokenizer, text, add_special_tokens=add_special_tokens)
+    for text in texts:
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest > model.max_context_tokens:
+            raise ContextOverflowError(
+                f"{param}: the prompt of {len(text)} characters has at least {fewest} tokens, "
+                f"which exceed the model's context of {model.max_context_tokens} tokens",
+                param=param,
+            )
+    return await threads.encode(tokenizer, texts, add_special_tokens=add_special_tokens)

@@ -32,6 +32,8 @@ from services.gateway.rendering import Heading, renderer_for
 from services.gateway.reply import Reply
 from services.gateway.usage import PromptChoices, usage_of
 
+# About 2 ms of parsing; every stream of the gateway waits as long.
+_MAX_INLINE_BODY_BYTES = 256 * 1024
 _ID_PREFIX: dict[Endpoint, str] = {"chat": "chatcmpl-", "completions": "cmpl-"}
 
 
@@ -59,7 +61,7 @@ class Walk:
         Cancelling aborts its completions on the bus.
         """
         check_body_size(len(body), self._config.max_body_bytes)
-        request = _parse(exchange, body)
+        request = await self._threads.run(lambda: _parse(exchange, body), is_long=len(body) > _MAX_INLINE_BODY_BYTES)
         reply.ignored_fields = exchange.ignored_fields
         reply.is_stream = exchange.is_stream
         model = await self._models.get(request.model)

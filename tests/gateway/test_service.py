@@ -168,3 +168,14 @@ async def test_a_model_appears_and_leaves_on_nats_too(nats_server: NatsServer) -
             assert (await wait_for(ask, lambda answer: answer is not None))["object"] == "text_completion"
         await wait_for(ask, lambda answer: answer is None)
         await client.close()
+
+
+async def test_a_nats_outage_is_a_503_and_ends_by_itself() -> None:
+    async with NatsServer() as server, open_rig(server, "outage") as rig:
+        await wait_served(rig)
+        server.kill()
+        status, answer = await rig.chat()
+        assert status == 503, answer
+        assert answer["error"]["code"] in ("bus_unavailable", "ack_timeout")
+        await server.start()
+        await wait_for(rig.chat, lambda answer: answer[0] == 200, 10.0)

@@ -254,6 +254,17 @@ async def test_a_reader_that_takes_nothing_holds_its_request_no_longer_than_the_
         wire.close()
 
 
+async def test_an_http_1_0_client_gets_a_stream_that_ends_with_the_connection(rig: Rig) -> None:
+    host, port = rig.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    payload = json.dumps({"model": MODEL, **chat()}).encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(payload), payload))
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.0 200 ")
+    assert answer.endswith(b"data: [DONE]\n\n")
+    writer.close()
+
+
 async def test_timings_come_when_asked_for_and_add_up(rig: Rig) -> None:
     status, answer = await rig.chat(busway={"timings": True})
     assert status == 200

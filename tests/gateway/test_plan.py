@@ -1,0 +1,83 @@
+"""What each completion is told, at the borders of context, seeds and numbers."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import ContextOverflowError, RequestError
+from schemas.frames import Accepted, Decoding, Finished, Prefilling, Timings, Tokens, Usage
+from schemas.ids import AttemptId, WorkerId
+from services.gateway.openai_request import ChatRequest, parse_chat
+from services.gateway.phases import Phases
+from services.gateway.plan import CompletionPlan, Limits, plan_completions
+
+LIMITS = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16)
+
+
+def request(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return parse_chat(json.dumps(body).encode())[0]
+
+
+def plans(num_tokens: int, limits: Limits = LIMITS, **fields: Any) -> list[CompletionPlan]:
+    return plan_completions(request(**fields), [[5] * num_tokens], limits, drawn_seed=41)
+
+
+def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
+    assert plans(60)[0].stop.max_tokens == 40
+    assert plans(99)[0].stop.max_tokens == 1
+    capped = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16, default_max_tokens=7)
+    assert plans(60, capped)[0].stop.max_tokens == 7
+    assert plans(96, capped)[0].stop.max_tokens == 4
+
+
+@given(num_tokens=st.integers(1, 120), wanted=st.none() | st.integers(1, 120))
+def test_no_plan_ever_exceeds_the_context(num_tokens: int, wanted: int | None) -> None:
+    fits = num_tokens + (wanted or 1) <= 100
+    if fits:
+        stop = plans(num_tokens, max_tokens=wanted)[0].stop
+        assert stop.max_tokens + num_tokens <= 100
+        assert wanted is None or stop.max_tokens == wanted
+        return
+    with pytest.raises(ContextOverflowError, match="100 tokens") as refused:
+        plans(num_tokens, max_tokens=wanted)
+    assert str(num_tokens) in refused.value.message
+
+
+def test_max_completion_tokens_goes_before_the_older_name() -> None:
+    assert plans(1, max_tokens=5, max_completion_tokens=6)[0].stop.max_tokens == 6
+
+
+def test_siblings_seeds_follow_one_another_and_wrap() -> None:
+    assert [plan.sampling.seed for plan in plans(1, n=2, seed=7)] == [7, 8]
+    assert [plan.sampling.seed for plan in plans(1, n=2, seed=2**63 - 1)] == [2**63 - 1, -(2**63)]
+    drawn = plans(1, n=2)
+    assert [plan.sampling.seed for plan in drawn] == [41, 42]
+    assert not drawn[0].sampling.is_user_seeded
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(RequestError, match="vocabulary of 1000"):
+        plan_completions(request(), [[1000]], LIMITS, 1)
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        plans(1, stop_token_ids=[1000])
+
+
+def test_phases_up_to_the_first_token_add_up_to_it() -> None:
+    attempt = AttemptId("a")
+    phases = Phases(10.0)
+    phases.sent_at = 10.1
+    phases.observe([Accepted(attempt, "r")], 10.3)
+    phases.observe([Prefilling(attempt, WorkerId("p")), Decoding(attempt, WorkerId("d"))], 10.4)
+    phases.observe([Tokens(attempt, 0, (1,))], 11.0)
+    phases.observe([Tokens(attempt, 1, (2,))], 12.0)
+    timings = Timings(prefill_queue_s=0.1, prefill_s=0.2, transfer_s=0.05, decode_queue_s=0.05, kv_bytes=9)
+    phases.observe([Finished(attempt, 2, "stop", Usage(prompt_tokens=1, completion_tokens=2), timings)], 12.0)
+    rendered: Any = phases.render(12.5)
+    assert rendered["first_token_s"] == pytest.approx(1.0)
+    assert rendered["other_s"] == pytest.approx(1.0 - 0.1 - 0.2 - 0.4)
+    assert (rendered["decode_s"], rendered["total_s"]) == (pytest.approx(1.0), pytest.approx(2.5))
+    assert (rendered["router"], rendered["prefill_worker"], rendered["decode_worker"]) == ("r", "p", "d")

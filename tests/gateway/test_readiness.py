@@ -1,0 +1,58 @@
+"""A path is complete exactly when some way from prompt to answer is live."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.readiness import ModelPath, model_paths
+from tests.gateway.conftest import MODEL, runtime_config
+
+
+def path(*workers: Any, num_routers: int = 1) -> ModelPath:
+    return model_paths(workers, num_routers)[MODEL]
+
+
+P = runtime_config("p", "prefill")
+D = runtime_config("d", "decode")
+STRICT = runtime_config("d", "decode", is_strict=True)
+BOTH = runtime_config("b", "both")
+OTHER = runtime_config("p2", "prefill", compat="other")
+
+
+@pytest.mark.parametrize(
+    ("workers", "num_routers", "is_complete", "missing"),
+    [
+        ((P, D), 1, True, ""),
+        ((P, D), 0, False, "no router is live"),
+        ((P,), 1, False, "no decode worker is ready"),
+        ((D,), 1, True, ""),
+        ((STRICT,), 1, False, "its decode workers are strict and no prefill worker is ready"),
+        ((P, STRICT), 1, True, ""),
+        ((OTHER, STRICT), 1, False, "its prefill and decode workers are not compatible"),
+        ((OTHER, D), 1, True, ""),
+        ((BOTH,), 1, True, ""),
+        ((P, BOTH), 1, True, ""),
+        ((msgspec.structs.replace(D, state="draining"), P), 1, False, "no decode worker is ready"),
+        ((msgspec.structs.replace(BOTH, state="starting"),), 0, False, "no router is live and no worker is ready"),
+    ],
+)
+def test_what_is_live_decides_and_what_lacks_is_named(
+    workers: tuple[Any, ...], num_routers: int, is_complete: bool, missing: str
+) -> None:
+    found = path(*workers, num_routers=num_routers)
+    assert (found.is_complete, found.missing) == (is_complete, missing)
+
+
+def test_the_context_is_what_any_ready_worker_can_hold() -> None:
+    small_pool = msgspec.structs.replace(D, total_kv_blocks=4, block_size=16)
+    assert path(P, D).max_context_tokens == 512
+    assert path(P, small_pool).max_context_tokens == 64
+    assert path(P, D, msgspec.structs.replace(small_pool, state="starting")).max_context_tokens == 512
+
+
+def test_of_two_digests_the_complete_one_whose_workers_are_newest_serves() -> None:
+    old = [msgspec.structs.replace(w, model_digest="old", epoch=1) for w in (P, D)]
+    new = [msgspec.structs.replace(w, model_digest="new", epoch=2) for w in (P, D)]
+    assert path(*old, new[0]).digest == "old"
+    assert path(*old, *new).digest == "new"
