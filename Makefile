@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# PyTorch's own index has the CPU build; it is asked only where no NVIDIA GPU is seen and pip's own sources lack it.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Where no NVIDIA GPU is seen and pip's own sources lack a CPU build: make TORCH_CPU_INDEX=<PyTorch's index of CPU builds>.
+TORCH_CPU_INDEX ?=
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 TORCH := $(shell sed -n 's/^torch==//p' deploy/constraints-cpu.txt)
 ARGS ?=
@@ -42,7 +42,7 @@ ifeq ($(HAS_GPU),yes)
 else
 	@# First torch, alone, from a CPU build; what comes after finds it there and leaves it.
 	$(BIN)/pip install --quiet 'torch==$(TORCH)+cpu' || \
-	    $(BIN)/pip install --quiet --index-url $(TORCH_CPU_INDEX) --constraint deploy/constraints-cpu.txt torch
+	    $(BIN)/pip install --quiet $(if $(TORCH_CPU_INDEX),--index-url $(TORCH_CPU_INDEX)) --constraint deploy/constraints-cpu.txt torch
 	$(BIN)/pip install --quiet --constraint deploy/constraints-cpu.txt --editable '.[torch,dev]'
 endif
 	@touch $(STAMP)
