@@ -29,7 +29,7 @@ class Totals:
 
 
 class Ranks:
-    """Sequences in order of priority, then arrival."""
+    """Sequences in order of priority (the highest number first), then arrival."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []

@@ -69,7 +69,7 @@ class EngineThread:
         self._loaded = self._loop.create_future()
         self._ended = self._loop.create_future()
         self._left = self._loop.create_future()
-        self._outbox = Outbox(self._loop, notify, self._die)
+        self._outbox = Outbox(self._loop, notify, self._end)
         self._thread.start()
         return await asyncio.shield(self._loaded)
 
@@ -187,7 +187,7 @@ class EngineThread:
         try:
             self._steps.run()
         except BaseException as error:
-            self._report(self._die, error)
+            self._report(self._end, error)
         else:
             self._report(self._end, None)
         finally:
@@ -198,14 +198,15 @@ class EngineThread:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(tell, value)
 
-    def _end(self, _: None) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
-
-    def _die(self, cause: BaseException) -> None:
+    def _end(self, cause: BaseException | None) -> None:
+        """Settle `join` (loop's thread); with a cause the engine has died of it."""
         self._steps.stop()
         self._outbox.close()
-        if not self._ended.done():
+        if self._ended.done():
+            return
+        if cause is None:
+            self._ended.set_result(None)
+        else:
             error = EngineError(f"the engine's loop died: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
             self._ended.set_exception(error)

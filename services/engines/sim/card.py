@@ -6,6 +6,7 @@ letter by letter, so decoding generated ids and encoding the text again gives th
 
 import hashlib
 import json
+from functools import cache
 
 from schemas.model_card import ModelCard
 
@@ -75,6 +76,7 @@ def _byte_letters() -> list[str]:
     return letters
 
 
+@cache
 def _vocab_and_merges() -> tuple[dict[str, int], list[list[str]]]:
     vocab = {letter: len(SPECIAL_TOKENS) + byte for byte, letter in enumerate(_byte_letters())}
     merges = []

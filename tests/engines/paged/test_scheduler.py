@@ -1,6 +1,5 @@
 """The scheduler under any order of orders, driven step by step with the sim model and no thread."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -559,7 +558,57 @@ def test_logprobs_are_delivered_with_each_token_the_first_included() -> None:
         assert all(len(lp) == 1 and len(lp[0].top) == num_logprobs and lp[0].logprob <= 0 for lp in found)
 
 
-Act = Callable[[Stage], None]
+def test_the_phases_of_a_request_are_timed_by_the_clock_that_is_passed() -> None:
+    stage = Stage(max_num_seqs=1, max_batched_tokens=8)
+    first, second = a_request(prompt(0, 4), 3), a_request(prompt(9, 16), 4)
+    stage.scheduler.generate(first, stage.now)
+    stage.scheduler.generate(second, stage.now)
+    stage.run()
+    timings = stage.of(second, Finished)[0].timings
+    # Steps 1-3 are the first's; the second is admitted at 4, has its first token at 5 and its last at 8.
+    assert (timings.prefill_queue_s, timings.prefill_s, timings.decode_s) == (4.0, 1.0, 3.0)
+    assert (timings.decode_queue_s, timings.transfer_s) == (0.0, 0.0)
+
+
+def test_the_phases_of_a_reserved_request_are_its_queue_its_transfer_and_its_decode() -> None:
+    stage, request = Stage(), a_request(prompt(0, 16), 4)
+    stage.scheduler.reserve(request, stage.now)
+    stage.step()
+    stage.now += 10
+    first = stage.fill(request, Oracle())
+    stage.scheduler.begin(request.attempt_id, stage.now, first_token_id=first, first_logprobs=None, num_cached_tokens=0)
+    stage.run()
+    timings = stage.of(request, Finished)[0].timings
+    assert (timings.decode_queue_s, timings.transfer_s, timings.decode_s) == (1.0, 10.0, 3.0)
+    assert (timings.prefill_queue_s, timings.prefill_s) == (0.0, 0.0)
+
+
+def test_an_attempt_that_comes_twice_is_served_once() -> None:
+    stage, request = Stage(), a_request(prompt(0, 16), 4)
+    stage.scheduler.generate(request, stage.now)
+    stage.step()
+    stage.scheduler.generate(request, stage.now)
+    stage.scheduler.reserve(request, stage.now)
+    stage.run()
+    assert stage.ids(request) == Oracle().completion(request)
+    assert len(stage.of(request, Finished)) == 1
+    stage.assert_empty()
+
+
+def test_kv_that_comes_to_a_sequence_that_awaits_none_fails_that_sequence_alone() -> None:
+    stage, confused, other = Stage(), a_request(prompt(0, 16), 4), a_request(prompt(40, 16), 4)
+    for request in (confused, other):
+        stage.scheduler.generate(request, stage.now)
+    stage.step()
+    stage.scheduler.begin(confused.attempt_id, stage.now, first_token_id=5, first_logprobs=None, num_cached_tokens=0)
+    stage.scheduler.begin(
+        a_request([1]).attempt_id, stage.now, first_token_id=5, first_logprobs=None, num_cached_tokens=0
+    )
+    stage.run()
+    assert stage.of(confused, Failed)[0].error.code == "engine_failed"
+    assert stage.ids(other) == Oracle().completion(other)
+    stage.assert_empty()
+
 
 kinds = st.sampled_from(["generate", "generate", "hold", "reserve"])
 submissions = st.fixed_dictionaries(
