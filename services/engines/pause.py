@@ -1,6 +1,6 @@
 """Named points at which a test can stop an engine, so that races are staged, not slept for.
 
-Driven from outside through a directory: at point P the process appends the attempt's id to the file `P.hit` and
+Driven from outside through a directory: at point P the process appends the attempt's id as a line to the file `P.hit` and
 waits while the file `P.pause` exists. Without a directory a point costs one comparison.
 
 Points: before_prefill (the first chunk of a prompt is about to run), before_ticket, mid_transfer, before_confirm,

@@ -33,8 +33,8 @@ async def test_a_task_waits_at_a_paused_point_and_goes_on_when_it_is_lifted(tmp_
     pause.touch()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(points.wait("mid_transfer", "attempt"))
-        await until((tmp_path / "mid_transfer.hit").exists)
-        assert (tmp_path / "mid_transfer.hit").read_text() == "attempt\n"
+        hits = tmp_path / "mid_transfer.hit"
+        await until(lambda: hits.exists() and hits.read_text() == "attempt\n")
         assert not task.done()
         await points.wait("before_ticket", "attempt")
         pause.unlink()
