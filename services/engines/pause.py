@@ -1,7 +1,7 @@
 """Named points at which a test can stop an engine, so that races are staged, not slept for.
 
-Driven from outside through a directory: at point P the process appends the attempt's id as a line to the file `P.hit` and
-waits while the file `P.pause` exists. Without a directory a point costs one comparison.
+Driven from outside through a directory: at point P the process appends the attempt's id as a line to the file
+`P.hit` and waits while the file `P.pause` exists. Without a directory a point costs one comparison.
 
 Points: before_prefill (the first chunk of a prompt is about to run), before_ticket, mid_transfer, before_confirm,
 after_first_token (a completion's second token is about to be computed).
