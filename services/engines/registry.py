@@ -14,13 +14,16 @@ from services.kv.transfer import KvTransfer
 _HANDOFF_ARGS = {"kv_fetch": "fetch", "kv_transfer_s": "transfer_s", "kv_rendezvous_s": "rendezvous_s"}
 
 
-def make_engine(config: WorkerConfig) -> Engine:
+def make_engine(config: WorkerConfig, *, is_one_host: bool = False) -> Engine:
     """Return the engine that `config` describes, not yet loaded.
 
+    `is_one_host`: all peers are on this machine, so NIXL's sockets needn't leave the loopback device.
     Of `engine_args`, kv_fetch (auto, read or write), kv_transfer_s and kv_rendezvous_s belong to the handoff; the
     rest go to the runner. Raises RequestError naming an argument that isn't known or can't be, ModuleNotFoundError
     saying what to install.
     """
+    if is_one_host and config.transfer == "nixl":
+        _keep_ucx_to_loopback()
     ours = {key: value for key, value in config.engine_args.items() if key in _HANDOFF_ARGS}
     theirs = {key: value for key, value in config.engine_args.items() if key not in _HANDOFF_ARGS}
     options = _options(config, ours)
@@ -42,6 +45,12 @@ def _options(config: WorkerConfig, engine_args: dict[str, str]) -> HandoffOption
         return msgspec.convert(fields, HandoffOptions, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"engine argument refused: {error}", param="engine_args") from error
+
+
+def _keep_ucx_to_loopback() -> None:
+    from services.kv.nixl import keep_to_loopback
+
+    keep_to_loopback()
 
 
 def _ucx_may_use_tcp() -> bool:

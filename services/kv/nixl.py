@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.errors import KvMismatchError, KvTransferFailedError
-from services.kv.envelope import check_same_pool_shape, open_envelope, seal
+from services.kv.envelope import Envelope, check_same_pool_shape, open_envelope, seal
 from services.kv.layout import KvRegion
 from services.kv.plan import row_indices
 from services.kv.transfer import BlockIds, Direction, TransferHandle, check_block_ids
@@ -77,6 +77,7 @@ class NixlTransfer:
         self._rows: Any = None
         self._scratch: Any = None
         self._peers: dict[str, _Peer] = {}
+        self._agents: dict[str, _Peer] = {}
         self._posted: dict[TransferHandle, _Posted] = {}
         self._num_posted = 0
 
@@ -120,13 +121,25 @@ class NixlTransfer:
         if not envelope.payload.startswith(expected_name) or envelope.agent == self._name:
             raise KvMismatchError("a blob's NIXL metadata isn't that of its agent")
         self.remove_peer(name)
+        peer = self._agents.get(envelope.agent)
+        if peer is None:
+            peer = self._agents[envelope.agent] = self._connect(envelope)
+        peer.is_removed = False  # one that was removed and still had transfers under way is as good as new
+        self._peers[name] = peer
+
+    def _connect(self, envelope: Envelope) -> _Peer:
+        region = envelope.region
         try:
-            agent = self._agent.add_remote_agent(envelope.payload)
-            rows = self._agent.prep_xfer_dlist(agent, _row_table(envelope.region), mem_type=envelope.region.memory)
-            self._agent.make_connection(agent)
+            self._agent.add_remote_agent(envelope.payload)
         except self._errors as error:
-            raise KvTransferFailedError(f"NIXL can't connect to {name}: {error}") from error
-        self._peers[name] = _Peer(agent=agent, rows=rows, num_blocks=num_blocks)
+            raise KvTransferFailedError(f"NIXL can't take {envelope.agent}: {error}") from error
+        try:
+            rows = self._agent.prep_xfer_dlist(envelope.agent, _row_table(region), mem_type=region.memory)
+            self._agent.make_connection(envelope.agent)
+        except self._errors as error:
+            self._agent.remove_remote_agent(envelope.agent)
+            raise KvTransferFailedError(f"NIXL can't connect to {envelope.agent}: {error}") from error
+        return _Peer(agent=envelope.agent, rows=rows, num_blocks=region.num_blocks)
 
     def warm(self, name: str) -> TransferHandle | None:
         """See KvTransfer: reads the peer's first row into a scratch row. The first transfer costs 2 to 270 ms."""
@@ -208,6 +221,7 @@ class NixlTransfer:
         """A peer's agent is removed only once nothing is under way with it: a stuck read would go on unwatched."""
         if not peer.is_removed or peer.num_in_flight:
             return
+        del self._agents[peer.agent]
         try:
             self._agent.release_dlist_handle(peer.rows)
             self._agent.remove_remote_agent(peer.agent)

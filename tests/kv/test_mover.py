@@ -145,11 +145,13 @@ async def test_a_stopped_peer_is_late_but_settles_only_when_it_wakes(start_peer:
         with pytest.raises(DeadlineError):
             await move.result
         await mover.remove_peer("peer", is_proven_gone=False)
+        await mover.add_peer("peer", peer.blob, 64)  # discovery had only lost sight of it
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(move.settled), 0.5)
         peer.signal(signal.SIGCONT)
         await asyncio.wait_for(asyncio.shield(move.settled), 5)
         assert np.array_equal(pool.rows, pattern(2, 64))  # it did write: hence the quarantine
+        assert (await mover.move("read", "peer", ids, ids, deadline=soon()).result).num_bytes
 
 
 async def test_a_stuck_move_settles_when_its_peer_is_proven_gone(start_peer: StartPeer, monkeypatch):

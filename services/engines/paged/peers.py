@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 
-from schemas.errors import BuswayError, KvMismatchError, KvTransferFailedError, WorkerLostError
+from schemas.errors import AckTimeoutError, BuswayError, KvMismatchError, KvTransferFailedError, WorkerLostError
 from schemas.ids import Epoch, WorkerId
 from schemas.peer import AgentMetadata, MetadataRequest
 from services.engines.protocol import PeerLink
@@ -19,6 +19,8 @@ from services.kv.mover import Mover
 from services.kv.process import Process
 
 _log = logging.getLogger(__name__)
+
+MAX_TRIES = 3
 
 Spawn = Callable[[Coroutine[object, object, None], str], "asyncio.Task[None]"]
 
@@ -108,7 +110,7 @@ class PeerBook:
                 await self._disconnect(peer)
                 raise WorkerLostError(f"{worker} has left meanwhile")
         except BuswayError as error:
-            _log.info("no KV transfer with %s: %s", worker, error)
+            _log.debug("no KV transfer with %s: %s", worker, error)
             _fail(future, error)
         except asyncio.CancelledError:
             future.cancel()
@@ -122,13 +124,21 @@ class PeerBook:
     async def _add_peer(self, worker: WorkerId, epoch: Epoch, introduced: AgentMetadata | None) -> Peer:
         agent = introduced
         if agent is None:
-            question = MetadataRequest(worker=self.worker, epoch=self.epoch, agent=self.agent)
-            agent = await self._link.ask(worker, question, AgentMetadata)
+            agent = await self._ask_for_agent(worker)
         self._check(agent, epoch)
         process = open_envelope(agent.blob, self.agent.transport).process
         name = f"{worker}@{epoch}"
         await self._mover.add_peer(name, agent.blob, agent.num_blocks)
         return Peer(worker=worker, epoch=epoch, name=name, host_id=agent.host_id, process=process)
+
+    async def _ask_for_agent(self, worker: WorkerId) -> AgentMetadata:
+        question = MetadataRequest(worker=self.worker, epoch=self.epoch, agent=self.agent)
+        for _ in range(MAX_TRIES - 1):
+            try:
+                return await self._link.ask(worker, question, AgentMetadata)
+            except AckTimeoutError as error:
+                _log.debug("%s is slow to say who it is: %s", worker, error)
+        return await self._link.ask(worker, question, AgentMetadata)
 
     def _check(self, agent: AgentMetadata, epoch: Epoch) -> None:
         if agent.epoch != epoch:

@@ -13,6 +13,7 @@ from schemas.errors import (
     AckTimeoutError,
     BusUnavailableError,
     BuswayError,
+    CapacityError,
     KvMismatchError,
     KvTransferError,
     KvTransferFailedError,
@@ -252,7 +253,7 @@ class PullDecode(DecodeLeg):
                 verdict = await self.site.link.ask(
                     self.peer_worker, question, Verdict, timeout_s=self.site.options.ask_s
                 )
-            except _UNREACHABLE:
+            except (*_UNREACHABLE, CapacityError):
                 await asyncio.sleep(RETRY_GAP_S)
                 continue
             if not verdict.is_good:

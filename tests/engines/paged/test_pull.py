@@ -15,6 +15,7 @@ from schemas.peer import ConfirmRequest, LeaseRequest, MetadataRequest, Stranded
 from schemas.request import Deadlines, StopConditions
 from services.engines.paged.handoff import HandoffOptions
 from services.engines.protocol import EngineEvent
+from services.kv.shm import ShmTransfer
 from tests.engines.paged.fleet import (
     Fleet,
     Host,
@@ -366,6 +367,27 @@ async def test_a_transfer_has_a_deadline(own, tmp_path):
         else:
             assert await fleet["d"].output(request.attempt_id) == await aggregated(fleet["alone"], request)
             assert fleet["d"].engine.load().num_recomputed_tokens == 40
+        await fleet.until_empty()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_blocks_of_a_stuck_read_are_used_by_nobody_until_it_is_over(policy):
+    options = HandoffOptions(transfer_s=0.1, lease_s=60, kv_load_failure=policy)
+    sizes = {"num_blocks": "64", "kv_bytes_per_token": "65536"}
+    async with (
+        fleet_of("alone", "p", options=options, **sizes) as fleet,
+        running(fleet, "d", options=options, transfer=ShmTransfer(gb_per_s=0.017), **sizes),
+    ):
+        request = request_for(prompt(16 * 20), max_tokens=4)  # 20 MiB, a piece of 16 MiB takes a second
+        d = fleet["d"]
+        await pulled_ticket(fleet, request)
+        await d.until(lambda: d.engine.load().kv_blocks_quarantined == 20)
+        if policy == "fail":
+            assert isinstance(await d.ended(request.attempt_id), Failed)
+        else:
+            assert await d.output(request.attempt_id) == await aggregated(fleet["alone"], request)
+            assert d.engine.load().num_recomputed_tokens == 320
+        assert d.engine.load().kv_blocks_quarantined == 20
         await fleet.until_empty()
 
 
