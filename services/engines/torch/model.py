@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from services.engines.torch.architecture import Architecture, Rope
-from services.engines.torch.attention import attend
+from services.engines.torch.attention import PagedAttention
 from services.engines.torch.linear import Linear
 from services.engines.torch.plan import StepPlan
 from services.engines.torch.pool import KvPool
@@ -45,6 +45,7 @@ class Model:
         weights.finish()
         self._inv_freq = rope.inv_freq.to(self._embedding.device)
         self._rope_scaling = rope.scaling
+        self._paged_attention = PagedAttention(arch.head_dim)
 
     def forward(self, plan: StepPlan, pool: KvPool) -> torch.Tensor:
         """Write the step's K and V into the pool; return float32 logits [len(plan.sample_rows), vocab_size]."""
@@ -75,7 +76,7 @@ class Model:
         queries, keys = _rotated(rotary, *cos_sin).split([arch.num_heads, arch.num_kv_heads], dim=1)
         _write(pool.token_rows[index], plan.key_rows, keys, values)
         grouped = (queries * arch.head_dim**-0.5).view(x.shape[0], arch.num_kv_heads, -1, arch.head_dim)
-        found = attend(grouped, pool.block_rows[index], plan.reads[layer.window], arch.head_dim)
+        found = self._paged_attention.attend(grouped, pool.block_rows[index], plan.reads[layer.window])
         return layer.out(found.view(x.shape[0], -1))
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from services.engines.paged.runner import Slice
 from services.kv.layout import KvLayout
 
-MAX_QUERY_BLOCK = 128
-MAX_SCORES = 2**25  # of one query block, over all heads: 128 MiB in float32
+MAX_QUERY_BLOCK = {"cpu": 128, "cuda": 1024}
+MAX_SCORES = {"cpu": 2**22, "cuda": 2**26}  # of one query block, over all heads; more than 32 MB is paged in anew
 
 
 class DecodeGroup(NamedTuple):
@@ -161,7 +161,8 @@ class _Planner:
         table = torch.tensor(piece.block_table[start : self._last_block(index)])
         rows = table[None, :] * self.num_kv_heads + torch.arange(self.num_kv_heads)[:, None]
         context = _end(piece) - start * self.block_size
-        step = max(1, min(MAX_QUERY_BLOCK, MAX_SCORES // (self.num_heads * context)))
+        kind = self.device.type
+        step = max(1, min(MAX_QUERY_BLOCK[kind], MAX_SCORES[kind] // (self.num_heads * context)))
         blocks = [
             self._query_block(piece.start, start * self.block_size, low, min(low + step, last - first), window)
             for low in range(0, last - first, step)

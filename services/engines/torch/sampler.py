@@ -16,6 +16,7 @@ from services.engines.paged.runner import Sampled, SampleSpec
 from services.engines.torch.noise import gumbel, noise_key
 
 NUM_CANDIDATES = 256
+MANY_CANDIDATES = 4096
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
@@ -77,7 +78,7 @@ def _penalize_completion(row: torch.Tensor, spec: SampleSpec, sampling: Sampling
 
 
 class _Knobs(NamedTuple):
-    """The rows' settings as columns [n, 1]; top_k is vocab_size and log_min_p -inf where off."""
+    """The rows' settings as columns [n, 1], `key` [n, 2]; top_k is vocab_size and log_min_p -inf where off."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -114,31 +115,51 @@ def _knobs(specs: list[SampleSpec], vocab_size: int, device: torch.device) -> _K
         top_k=column([min(s.top_k, vocab_size) or vocab_size for s in settings], torch.int64),
         top_p=column([s.top_p for s in settings], torch.float64),
         log_min_p=column([s.min_p for s in settings], torch.float64).log(),
-        key=column([noise_key(spec.sampling.seed, spec.position) for spec in specs], torch.int64),
+        key=torch.tensor(
+            [noise_key(spec.sampling.seed, spec.position) for spec in specs], dtype=torch.int32, device=device
+        ),
     )
 
 
 def _draw_open(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
-    ids = torch.arange(logits.shape[-1], device=logits.device)[None, :]
-    return (logits.double() / knobs.temperature + gumbel(knobs.key, ids)).argmax(dim=-1)
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)[None, :]
+    drawn = []
+    for rows in torch.arange(len(logits), device=logits.device).split(_rows_per_pass(logits)):
+        scores = (logits[rows] / knobs.temperature[rows].float()).add_(gumbel(knobs.key[rows], ids))
+        drawn.append(scores.argmax(dim=-1))
+    return torch.cat(drawn)
+
+
+def _rows_per_pass(logits: torch.Tensor) -> int:
+    """Return how many rows to take at once: on CPU one, whose scratch stays in the core's cache."""
+    return 1 if logits.device.type == "cpu" else len(logits)
 
 
 def _draw_filtered(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
-    """Draw from the best NUM_CANDIDATES where these hold the whole kept set, else from the sorted vocabulary."""
-    width = min(NUM_CANDIDATES, logits.shape[-1])
-    values, ids = logits.topk(width)
-    # What top_p is a share of: without top_k and min_p the whole row; with them (inf: unknown) the set they leave.
-    is_whole = (knobs.top_k >= logits.shape[-1]) & knobs.log_min_p.isneginf()
-    log_total = torch.full_like(knobs.temperature, float("inf"))
-    log_total[is_whole] = torch.logsumexp(
-        logits[is_whole[:, 0]].double() / knobs.temperature[is_whole][:, None], dim=-1
-    )
-    drawn, is_complete = _draw_sorted(values, ids, knobs, log_total)
-    if width < logits.shape[-1] and not is_complete.all():
-        wide = ~is_complete
-        values, ids = logits[wide].sort(descending=True)
-        drawn[wide], _ = _draw_sorted(values, ids, knobs.rows(wide), log_total[wide])
-    return drawn
+    """Draw from the best few where these hold the whole kept set, else from more, at last from all."""
+    vocab_size = logits.shape[-1]
+    log_total = _log_totals(logits, knobs)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    rows = torch.arange(len(logits), device=logits.device)
+    for width in (NUM_CANDIDATES, MANY_CANDIDATES, vocab_size):
+        values, ids = logits[rows].topk(min(width, vocab_size))
+        drawn, is_complete = _draw_sorted(values, ids, knobs.rows(rows), log_total[rows])
+        token_ids[rows] = drawn
+        rows = rows[~is_complete]
+        if not len(rows):
+            break
+    return token_ids
+
+
+def _log_totals(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
+    """Return [n, 1]: the log of what top_p is a share of. Without top_k and min_p that is the row's total; with
+    them (inf: unknown) the total of the set they leave."""
+    totals = torch.full_like(knobs.temperature, float("inf"))
+    is_whole = (knobs.top_p < 1.0) & (knobs.top_k >= logits.shape[-1]) & knobs.log_min_p.isneginf()
+    for rows in is_whole[:, 0].nonzero()[:, 0].split(_rows_per_pass(logits)):
+        scaled = logits[rows] / knobs.temperature[rows].float()
+        totals[rows] = torch.logsumexp(scaled, dim=-1, keepdim=True).double()
+    return totals
 
 
 def _draw_sorted(

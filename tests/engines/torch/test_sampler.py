@@ -36,7 +36,7 @@ def a_spec(
 
 
 def noise(seed: int, position: int, vocab_size: int = VOCAB_SIZE) -> list[float]:
-    key = torch.tensor([[noise_key(seed, position)]])
+    key = torch.tensor([noise_key(seed, position)], dtype=torch.int32)
     return list(gumbel(key, torch.arange(vocab_size)[None, :])[0].tolist())
 
 
@@ -146,7 +146,7 @@ def test_tokens_come_with_the_probabilities_of_the_model() -> None:
     """Drawn at 20,000 positions from 6 ids: each frequency within 5 standard deviations of its probability."""
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0])
     num_draws = 20_000
-    keys = torch.tensor([[noise_key(42, position)] for position in range(num_draws)])
+    keys = torch.tensor([noise_key(42, position) for position in range(num_draws)], dtype=torch.int32)
     drawn = (logits.double() + gumbel(keys, torch.arange(6)[None, :])).argmax(dim=1)
     for token_id, probability in enumerate(torch.softmax(logits, 0).tolist()):
         found = int((drawn == token_id).sum()) / num_draws
