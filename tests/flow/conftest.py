@@ -1,6 +1,4 @@
-"""One nats-server a module."""
-
-from collections.abc import AsyncIterator
+"""The shared nats-server, by a shorter name."""
 
 import pytest
 
@@ -8,6 +6,5 @@ from bus.server import NatsServer
 
 
 @pytest.fixture(scope="module")
-async def server() -> AsyncIterator[NatsServer]:
-    async with NatsServer() as running:
-        yield running
+def server(nats_server: NatsServer) -> NatsServer:
+    return nats_server

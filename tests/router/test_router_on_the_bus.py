@@ -30,9 +30,8 @@ from tests.router.scripted import MODEL, ScriptedWorker, a_record, scripted_work
 
 
 @pytest.fixture(scope="module")
-async def server() -> AsyncIterator[NatsServer]:
-    async with NatsServer() as running:
-        yield running
+def server(nats_server: NatsServer) -> NatsServer:
+    return nats_server
 
 
 class Owner:

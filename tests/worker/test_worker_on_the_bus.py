@@ -44,9 +44,8 @@ SLOW = {"prefill_ms_per_token": "1", "decode_ms_per_step": "5", "max_batched_tok
 
 
 @pytest.fixture(scope="module")
-async def server() -> AsyncIterator[NatsServer]:
-    async with NatsServer() as running:
-        yield running
+def server(nats_server: NatsServer) -> NatsServer:
+    return nats_server
 
 
 class Bench:
