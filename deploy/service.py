@@ -7,7 +7,9 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -106,6 +108,17 @@ async def _bus(settings: Settings, id: str) -> AsyncIterator["Bus"]:
         yield bus
 
 
+def _is_loopback(url: str) -> bool:
+    """Say whether NATS listens on the loopback device only, so that all workers are on this machine."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 async def _gateway(settings: Settings, life: Lifetime) -> None:
     from services.gateway.service import run_gateway
 
@@ -129,7 +142,7 @@ async def _worker(settings: Settings, life: Lifetime) -> None:
     from services.engines.registry import make_engine
     from services.worker.service import run_worker
 
-    engine = make_engine(settings.worker)
+    engine = make_engine(settings.worker, is_one_host=_is_loopback(settings.nats.url))
     async with _bus(settings, settings.worker.id) as bus:
         await run_worker(
             bus,
