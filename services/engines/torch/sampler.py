@@ -67,8 +67,9 @@ def _penalize(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
             )
         if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
             _penalize_completion(row, spec, sampling)
-        if spec.banned:
-            row[torch.tensor(spec.banned, device=row.device)] = float("-inf")
+        banned = [token_id for token_id in spec.banned if token_id < len(row)]  # a user's stop ids may be any number
+        if banned:
+            row[torch.tensor(banned, device=row.device)] = float("-inf")
 
 
 def _penalize_completion(row: torch.Tensor, spec: SampleSpec, sampling: Sampling) -> None:

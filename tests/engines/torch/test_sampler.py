@@ -142,6 +142,12 @@ def test_banned_ids_are_never_drawn_even_when_they_are_all_the_mass() -> None:
         assert sample(logits.clone(), [spec])[0].token_id != 7
 
 
+def test_banned_ids_outside_the_vocabulary_are_nothing_to_ban() -> None:
+    logits = some_logits(1, 2)
+    (free,), (banned,) = (sample(logits.clone(), [a_spec(banned=ids)]) for ids in ((), (VOCAB_SIZE, 2**31 - 1)))
+    assert free == banned
+
+
 def test_tokens_come_with_the_probabilities_of_the_model() -> None:
     """Drawn at 20,000 positions from 6 ids: each frequency within 5 standard deviations of its probability."""
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0])
