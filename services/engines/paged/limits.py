@@ -8,7 +8,8 @@ from services.engines.paged.runner import RunnerSpec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes a scheduler works within. `eos_token_ids` end a completion unless the request ignores them."""
+    """The sizes a scheduler works within. `eos_token_ids` end a completion unless the request ignores them;
+    ids are below `vocab_size` (0: not checked)."""
 
     num_blocks: int
     block_size: int
@@ -16,6 +17,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
 
     @classmethod
     def of(cls, spec: RunnerSpec) -> "Limits":
@@ -27,6 +29,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             max_batched_tokens=spec.max_batched_tokens,
             max_context_tokens=spec.max_context_tokens,
             eos_token_ids=spec.card.eos_token_ids,
+            vocab_size=spec.card.vocab_size,
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -34,7 +37,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return -(-num_tokens // self.block_size)
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise RequestError for a request whose prompt and completion exceed the context."""
+        """Raise RequestError for a request whose prompt and completion exceed the context, or with unknown ids."""
+        self._check_ids(request)
         num_prompt, max_tokens = len(request.token_ids), request.stop.max_tokens
         limit = self.max_context_tokens
         if num_prompt >= limit:
@@ -50,6 +54,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if len(request.resume) > max_tokens:
             raise RequestError(
                 f"{len(request.resume)} resumed tokens exceed max_tokens={max_tokens}", param="max_tokens"
+            )
+
+    def _check_ids(self, request: GenerateRequest) -> None:
+        """One id outside the embedding table would end the engine for everybody."""
+        largest = max(*request.token_ids, *request.resume, -1)
+        if 0 < self.vocab_size <= largest:
+            raise RequestError(
+                f"token id {largest} is outside the vocabulary of {self.vocab_size} ids", param="token_ids"
             )
 
     def check_decode(self, request: GenerateRequest) -> None:
