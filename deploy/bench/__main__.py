@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kv_transfer", "layer", "interference", "startup", "torch_engine")
+SECTIONS = ("kv_transfer", "layer", "interference", "startup", "torch_engine", "routing")
 
 console = Console()
 
