@@ -58,6 +58,8 @@ class PrefillEnded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True, tag="prefill_failed.v1"):
+    """The prefill leg has failed and everything of it is free."""
+
     attempt_id: AttemptId
     error: ErrorRecord
 
