@@ -68,7 +68,7 @@ class FleetWatch:
 
     def _on_worker(self, kind: Literal["joined", "changed", "left"], config: RuntimeConfig) -> None:
         if kind == "left":
-            self._router.worker_left(config.worker_id)
+            self._router.worker_left(config.worker_id, config.epoch)
 
     def _explain(self) -> None:
         """Log each reason of incompatibility once."""

@@ -72,7 +72,10 @@ class RequestFailed(msgspec.Struct, frozen=True):
 
 
 class WorkerLeft(msgspec.Struct, frozen=True):
+    """It is gone, or has begun a new epoch. Says nothing of legs that it hasn't acked: their hops tell."""
+
     worker: WorkerId
+    epoch: Epoch
 
 
 Event = (
@@ -124,6 +127,10 @@ class _Leg(msgspec.Struct):
     name: Leg
     state: LegState = "idle"
     worker: WorkerId | None = None
+    epoch: Epoch | None = None
+
+    def is_held_by(self, worker: WorkerId, epoch: Epoch) -> bool:
+        return self.state == "held" and (self.worker, self.epoch) == (worker, epoch)
 
 
 class Route:
@@ -178,8 +185,8 @@ class Route:
                 return self._on_abort(event)
             case RequestFailed(error):
                 return self._fail(error) if self.stage == "routing" else []
-            case WorkerLeft(worker):
-                return self._on_left(worker)
+            case WorkerLeft(worker, epoch):
+                return self._on_left(worker, epoch)
 
     def due(self) -> Due | None:
         """Return the deadline that the router watches now; None once decode holds the request."""
@@ -194,7 +201,7 @@ class Route:
 
     def _on_accepted(self, event: LegAccepted) -> list[Instruction]:
         leg = self._leg(event.leg)
-        leg.worker = event.worker
+        leg.worker, leg.epoch = event.worker, event.epoch
         if leg.state == "asked":
             leg.state = "held"
         if self.stage == "ended":
@@ -243,18 +250,18 @@ class Route:
         self.stage = "ended"
         return aborts
 
-    def _on_left(self, worker: WorkerId) -> list[Instruction]:
+    def _on_left(self, worker: WorkerId, epoch: Epoch) -> list[Instruction]:
         """A prefill that has computed after-prefill KV is decode's to judge; decode's own death is seen by the
         request's owner, and the router frees the other leg."""
-        if self._decode.worker == worker and self._decode.state in ("asked", "held"):
+        if self._decode.is_held_by(worker, epoch):
             return self._lost(self._decode)
-        if self._prefill.worker == worker and self._prefill.state in ("asked", "held") and not self._is_computed:
+        if self._prefill.is_held_by(worker, epoch) and not self._is_computed:
             return self._lost(self._prefill)
         return []
 
     def _lost(self, leg: _Leg) -> list[Instruction]:
         leg.state = "over"
-        if leg is self._decode and self.stage == "handed_over":
+        if leg is self._decode:
             self.stage = "ended"
             return self._abort_legs("the decode worker is gone", None)
         return self._fail(WorkerLostError(f"the {leg.name} worker {leg.worker} is gone", phase=leg.name))

@@ -32,6 +32,7 @@ from services.router.route import AbortAsked, RequestFailed, WorkerLeft
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 8192
+LAST_WORDS_S = 0.05
 
 
 class PrefillRouter:
@@ -116,13 +117,11 @@ class PrefillRouter:
         """Take a worker's load report."""
         self._dispatcher.book.report(decode(payload, LoadReport))
 
-    def worker_left(self, worker: WorkerId) -> None:
+    def worker_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """A worker is gone, or begins anew: nothing that was on it is any more."""
         self._dispatcher.book.forget(worker)
         self._dispatcher.picker.forget(worker)
-        for journey in self._all():
-            if journey.touches(worker):
-                journey.post(WorkerLeft(worker))
+        self._bus.spawn(self._judge(WorkerLeft(worker, epoch)), f"judge {worker}")
 
     def owner_left(self, owner: str) -> None:
         """The process that wanted these requests' streams is gone."""
@@ -150,6 +149,14 @@ class PrefillRouter:
                 self._remembered.popitem(last=False)
             if not self._travelling:
                 self._idle.set()
+
+    async def _judge(self, left: WorkerLeft) -> None:
+        """End what the worker held, after a moment for its last words: results, acks and the fleet's news come by
+        different subscriptions, whose order among themselves is nobody's promise."""
+        await asyncio.sleep(LAST_WORDS_S)
+        for journey in self._all():
+            if journey.touches(left.worker):
+                journey.post(left)
 
     def _find(self, attempt_id: AttemptId) -> Journey | None:
         return self._travelling.get(attempt_id) or self._remembered.get(attempt_id)

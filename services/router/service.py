@@ -20,7 +20,7 @@ from services.config import RouterConfig
 from services.router.fleet_watch import FleetWatch
 from services.router.router import PrefillRouter
 
-LAST_WORDS_S = 2.0
+GIVE_UP_S = 2.0
 
 
 async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ def _record(config: RouterConfig) -> ServiceRecord:
 
 
 async def _drain(router: PrefillRouter, drain_s: float) -> None:
-    for limit_s in (drain_s, LAST_WORDS_S):
+    for limit_s in (drain_s, GIVE_UP_S):
         try:
             async with asyncio.timeout(limit_s):
                 return await router.wait_idle()

@@ -193,25 +193,36 @@ def test_an_ack_after_the_abort_is_answered_by_an_abort(make_request: MakeReques
 
 def test_a_prefill_worker_that_dies_computing_fails_the_request_as_lost(make_request: MakeRequest) -> None:
     route = route_to("prefill_held", make_request, "after_prefill")
-    assert failed(route.handle(WorkerLeft(P))).error.code == WorkerLostError.code
+    assert failed(route.handle(WorkerLeft(P, EPOCH))).error.code == WorkerLostError.code
     route = route_to("decode_held", make_request, "rendezvous")
-    (abort,) = route.handle(WorkerLeft(P))
+    (abort,) = route.handle(WorkerLeft(P, EPOCH))
     assert isinstance(abort, AbortLeg)
     assert abort.leg == "decode"
     assert abort.error is not None
     assert abort.error.code == WorkerLostError.code
 
 
+def test_a_worker_that_left_before_it_acked_is_judged_by_its_hop(make_request: MakeRequest) -> None:
+    route = route_to("decode_asked", make_request, "after_prefill")
+    assert route.handle(WorkerLeft(D, EPOCH)) == []
+    assert kinds(route.handle(LegBusy("decode"))) == ["Ask:decode"]
+
+
+def test_another_epoch_of_a_worker_leaves_a_leg_alone(make_request: MakeRequest) -> None:
+    route = route_to("prefill_held", make_request, "after_prefill")
+    assert route.handle(WorkerLeft(P, Epoch(EPOCH - 1))) == []
+
+
 def test_a_prefill_worker_that_dies_after_the_handover_is_decodes_to_judge(make_request: MakeRequest) -> None:
-    assert route_to("decode_held", make_request, "after_prefill").handle(WorkerLeft(P)) == []
+    assert route_to("decode_held", make_request, "after_prefill").handle(WorkerLeft(P, EPOCH)) == []
     route = route_to("decode_held", make_request, "rendezvous")
     route.handle(PrefillDone(attempt_id=ATTEMPT, params=ROOM))
-    assert route.handle(WorkerLeft(P)) == []
+    assert route.handle(WorkerLeft(P, EPOCH)) == []
 
 
 def test_a_decode_worker_that_dies_frees_prefill(make_request: MakeRequest) -> None:
     route = route_to("decode_held", make_request, "after_prefill")
-    assert kinds(route.handle(WorkerLeft(D))) == ["AbortLeg:prefill"]
+    assert kinds(route.handle(WorkerLeft(D, EPOCH))) == ["AbortLeg:prefill"]
 
 
 def test_the_deadline_watched_follows_the_phase(make_request: MakeRequest) -> None:
@@ -316,8 +327,8 @@ def test_whatever_happens_one_holder_ends_the_request_and_no_leg_is_left(
     happenings: dict[str, Event] = {
         "abort": AbortAsked("client"),
         "deadline": RequestFailed(BAD),
-        "left_p": WorkerLeft(P),
-        "left_d": WorkerLeft(D),
+        "left_p": WorkerLeft(P, EPOCH),
+        "left_d": WorkerLeft(D, EPOCH),
     }
     for _ in range(40):
         if incidents and (not world.mail or rng.random() < 0.3):
