@@ -70,23 +70,31 @@ class Choice:
         text = ""
         scores: list[TokenScore] = []
         num_before = self.num_tokens
+        token_ids: list[int] = []
         for frame in frames:
-            if self.finish_reason is not None:
-                break
             if isinstance(frame, Tokens):
-                text += self._take_by_token(frame, scores) if self._is_by_token else self._take(frame)
+                if not self._is_by_token:
+                    token_ids += frame.token_ids
+                elif self.finish_reason is None:
+                    text += self._take_by_token(frame, scores)
             elif isinstance(frame, Finished):
-                text += self._finish(frame)
+                if self.finish_reason is None:
+                    text += self._take(token_ids) + self._finish(frame)
+                    token_ids = []
             elif isinstance(frame, Failed):
                 raise TypeError("a failed frame reached the choice: the client library raises it")
+        text += self._take(token_ids)
         num_tokens = self.num_tokens - num_before
         if not (num_tokens or text or self.finish_reason):
             return None
         return ChoiceDelta(self.index, text, tuple(scores), self.finish_reason, num_tokens)
 
-    def _take(self, frame: Tokens) -> str:
-        self.num_tokens += len(frame.token_ids)
-        return self._detokenizer.push(self._visible(frame.token_ids))
+    def _take(self, token_ids: list[int]) -> str:
+        """Take all ids of a step at once: nothing depends on single ones."""
+        if not token_ids:
+            return ""
+        self.num_tokens += len(token_ids)
+        return self._detokenizer.push(self._visible(token_ids))
 
     def _take_by_token(self, frame: Tokens, scores: list[TokenScore]) -> str:
         """As _take, but stops at the very token that completes a stop string."""
@@ -114,7 +122,7 @@ class Choice:
             return shown
         return shown + self._matcher.flush()
 
-    def _visible(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def _visible(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids[:-1] if token_ids and token_ids[-1] in self._end_ids else token_ids
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 import jinja2
@@ -127,7 +128,7 @@ class ModelDirectory:
         while not future.done():
             try:
                 card = await fetch_card(self._bus, digest)
-                vocabulary = await self._threads.run(lambda card=card: build_vocabulary(card))  # type: ignore[misc]
+                vocabulary = await self._threads.run(partial(build_vocabulary, card))
             except (BusError, RequestError, ValueError) as error:
                 if not is_logged:
                     logger.warning("model card %s can't be used yet: %s", digest[:12], error)
