@@ -76,9 +76,19 @@ class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hea
     is_leaving: bool = False
 
 
+class PrefillCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of a worker's prefill pass of n prompt tokens: base_s + token_s * n + token2_s * n^2, as measured."""
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    token2_s: float = 0.0
+
+
 class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load_report.v1"):
     """A worker's load. Blocks used are referenced or leased ones; cached ones are free to take and counted apart.
     `dispatched` holds, for each router epoch, the highest dispatch number this report has counted.
+    `queued_prefill_tokens` includes the `pass_tokens` of the prefill pass under way, which began `pass_age_s` ago.
+    `prefill_cost` is None until the worker has measured a pass.
     The counters are totals since the epoch began."""
 
     worker_id: WorkerId
@@ -90,6 +100,9 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     kv_blocks_total: int
     kv_blocks_quarantined: int = 0
     queued_prefill_tokens: int = 0
+    pass_tokens: int = 0
+    pass_age_s: float = 0.0
+    prefill_cost: PrefillCost | None = None
     dispatched: dict[str, int] = msgspec.field(default_factory=dict)
     kv_transfer_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     num_remote_prefills: int = 0
