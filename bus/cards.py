@@ -18,6 +18,7 @@ from nats.js.errors import APIError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
 from bus.connection import Bus
+from bus.scope import raise_if_cancelled
 from bus.subjects import slug
 from schemas.errors import BusUnavailableError, RequestError
 from schemas.message import decode, encode
@@ -44,6 +45,7 @@ async def publish_card(bus: Bus, card: ModelCard) -> None:
     Raises BusUnavailableError when JetStream doesn't answer.
     """
     await _put(bus, card)
+    raise_if_cancelled()
 
     async def publish_again() -> None:
         await _put(bus, card)

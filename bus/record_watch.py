@@ -16,6 +16,7 @@ from nats.js.api import DeliverPolicy
 
 from bus.connection import Bus
 from bus.lease_store import LeaseStore, parse_record
+from bus.scope import raise_if_cancelled
 from schemas.errors import BusUnavailableError
 from schemas.worker import Record
 
@@ -127,6 +128,7 @@ async def keep_watching(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event)
     forget = bus.on_reconnect(reconnected)
     try:
         while True:
+            raise_if_cancelled()
             has_reconnected.clear()
             try:
                 await _watch_once(bus, sink, has_snapshot, has_reconnected)
@@ -150,5 +152,6 @@ async def _watch_once(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event, h
                     await has_reconnected.wait()
             if bus.is_connected and not has_reconnected.is_set():
                 await watch.check()
+            raise_if_cancelled()
     finally:
         await watch.stop()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from bus.connection import Bus
 from bus.lease_store import LeaseStore, WrongRevisionError
-from bus.scope import open_scope
+from bus.scope import open_scope, raise_if_cancelled
 from bus.subjects import ServiceName
 from schemas.errors import BusUnavailableError, BuswayError
 from schemas.message import decode, encode
@@ -85,6 +85,7 @@ class Registration:
                 raise self._taken_over(self._successor.epoch)
             if self._bus.is_connected:
                 await self._renew()
+            raise_if_cancelled()
 
     async def run_heart(self) -> None:
         """Beat until cancelled. While disconnected nothing is sent: old beats would be told later as new ones."""
@@ -170,6 +171,7 @@ async def register(bus: Bus, record: Record, beat: Beat) -> AsyncIterator[Regist
     async with open_scope() as scope:
         echo = await bus.listen(registration.heartbeat_subject, registration.on_heartbeat)
         await registration.claim()
+        raise_if_cancelled()
         forget = bus.on_reconnect(registration.renew_soon)
         scope.spawn(registration.run(), "registration")
         scope.spawn(registration.run_heart(), "heartbeat")

@@ -43,3 +43,14 @@ async def open_scope() -> AsyncIterator[Scope]:
         if len(group_error.exceptions) == 1:
             raise group_error.exceptions[0] from None
         raise
+
+
+def raise_if_cancelled() -> None:
+    """Raise the CancelledError that this task is owed: call it after awaiting nats-py, wherever it matters.
+
+    Python 3.11's asyncio.wait_for, which nats-py's request rests on, returns the result and drops a cancellation that
+    comes in the same turn of the loop (bpo-37658); a loop around it would then run for ever.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
