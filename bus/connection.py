@@ -53,7 +53,7 @@ class Bus:
         self.link = link
         self._nats = client
         self._scope = scope
-        self._subscriptions = Subscriptions(client, link, scope)
+        self._subscriptions = Subscriptions(client, link, scope, self.settle)
         self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._asks = Asks(f"{self.inbox}.{secrets.token_hex(8)}")
         # What comes back from the server: our own echo, or for the client user, who may not publish to inboxes,

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from nats.aio.client import Client as NatsClient
 from nats.aio.subscription import Subscription
@@ -21,13 +21,14 @@ DRAIN_TIMEOUT_S = 3.0
 
 
 class Subscriptions:
-    """Those of one connection. `servings` are the live ones."""
+    """Those of one connection. `servings` are the live ones; `settle` returns when the server has taken all sent."""
 
-    def __init__(self, client: NatsClient, link: Link, scope: Scope) -> None:
+    def __init__(self, client: NatsClient, link: Link, scope: Scope, settle: Callable[[], Awaitable[None]]) -> None:
         self.servings: list[Serving] = []
         self._client = client
         self._link = link
         self._scope = scope
+        self._settle = settle
 
     async def open(
         self,
@@ -63,13 +64,17 @@ class Subscriptions:
         if self._link.is_up.is_set():
             # In a task of its own: nats-py's drain flushes, and when a flush that was cancelled gets its PONG after
             # all, the read loop dies.
-            drained = self._scope.spawn(_drain(subscription), f"drain {serving.subject}")
+            drained = self._scope.spawn(self._drain(subscription), f"drain {serving.subject}")
             await asyncio.wait({drained}, timeout=DRAIN_TIMEOUT_S)
         else:
             with contextlib.suppress(Error):
                 await subscription.unsubscribe()
 
-
-async def _drain(subscription: Subscription) -> None:
-    with contextlib.suppress(Error):
-        await subscription.drain()
+    async def _drain(self, subscription: Subscription) -> None:
+        """nats-py's drain may let its PING overtake the UNSUB, and then forgets a subscription that the server still
+        delivers to: so UNSUB goes first, and an echo proves that the server has it (nats-py 2.16, Subscription._drain).
+        """
+        with contextlib.suppress(Error):
+            await self._client._send_unsubscribe(subscription._id)
+            await self._settle()
+            await subscription.drain()

@@ -39,6 +39,33 @@ async def test_a_served_subject_answers_from_its_first_moment(bus_factory: BusFa
             await serving.stop()
 
 
+async def test_calls_that_race_a_stop_are_answered_or_refused_but_never_forgotten(bus_factory: BusFactory) -> None:
+    """nats-py's drain forgets the subscription while the server still delivers to it."""
+    outcomes: list[str] = []
+    async with bus_factory() as server, bus_factory() as client:
+
+        async def call(subject: str) -> None:
+            try:
+                await client.ask(subject, Drain(), Ok, timeout_s=5)
+                outcomes.append("answered")
+            except NoRespondersError:
+                outcomes.append("refused")
+
+        for number in range(20):
+            serving = await server.serve(f"t.burst.{number}", Drain, ok)
+            async with asyncio.TaskGroup() as calls:
+                for _ in range(40):
+                    calls.create_task(call(f"t.burst.{number}"))
+                    await asyncio.sleep(0)
+                calls.create_task(serving.stop())
+                for _ in range(40):
+                    calls.create_task(call(f"t.burst.{number}"))
+                    await asyncio.sleep(0)
+            await serving.wait_idle()
+    assert len(outcomes) == 1600
+    assert "answered" in outcomes
+
+
 async def test_an_answer_may_be_one_of_several(bus_factory: BusFactory) -> None:
     async with bus_factory() as bus:
 

@@ -45,6 +45,11 @@ class PeerProcess:
     def signal(self, number: signal.Signals) -> None:
         self._child.send_signal(number)
 
+    def freeze(self) -> None:
+        """Stop the process and return when it has stopped: signals are delivered when the kernel likes."""
+        self._child.send_signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
     def kill(self) -> None:
         self._child.kill()
         self._child.wait()

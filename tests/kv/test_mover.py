@@ -118,7 +118,7 @@ async def test_a_peer_killed_in_mid_transfer_fails_it_and_others_go_on(transport
         await mover.add_peer("other", other.blob, BIG)
         ids = np.arange(BIG)
         if transport == "nixl":
-            victim.signal(signal.SIGSTOP)  # so that it can't be done before the kill
+            victim.freeze()  # so that it can't be done before the kill
         move = mover.move("read", "peer", ids, ids, deadline=soon())
         await asyncio.sleep(0.05)
         assert not move.result.done()
@@ -140,7 +140,7 @@ async def test_a_stopped_peer_is_late_but_settles_only_when_it_wakes(start_peer:
         ids = np.arange(64)
         await mover.move("read", "peer", ids, ids, deadline=soon()).result
         pool.fill(seed=1)
-        peer.signal(signal.SIGSTOP)
+        peer.freeze()
         move = mover.move("read", "peer", ids, ids, deadline=soon(0.1))
         with pytest.raises(DeadlineError):
             await move.result
@@ -160,7 +160,7 @@ async def test_a_stuck_move_settles_when_its_peer_is_proven_gone(start_peer: Sta
     async with moving(make_transfer("nixl"), peer, 64) as (mover, _):
         ids = np.arange(64)
         await mover.move("read", "peer", ids, ids, deadline=soon()).result
-        peer.signal(signal.SIGSTOP)
+        peer.freeze()
         move = mover.move("read", "peer", ids, ids, deadline=soon(0.05))
         with pytest.raises(DeadlineError):
             await move.result
@@ -198,7 +198,7 @@ def test_a_process_is_gone_when_it_is_killed_and_not_before(start_peer: StartPee
     peer = start_peer("shm", 4)
     process = open_envelope(peer.blob, "shm").process
     assert not process.is_gone()
-    peer.signal(signal.SIGSTOP)
+    peer.freeze()
     assert not process.is_gone()
     assert msgspec.structs.replace(process, start_ticks=process.start_ticks + 1).is_gone()
     assert not msgspec.structs.replace(process, host_id="elsewhere", pid=1).is_gone()
