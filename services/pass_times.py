@@ -40,7 +40,7 @@ class PassTimes:
         for terms in ((0, 1, 2), (0, 1), (1,)):
             if len(terms) > 1 and self._is_degenerate(len(terms)):
                 continue
-            solved = np.linalg.lstsq(self._moments[np.ix_(terms, terms)], self._target[list(terms)], rcond=None)[0]
+            solved = np.linalg.solve(self._moments[np.ix_(terms, terms)], self._target[list(terms)])
             found = dict(zip(terms, solved.tolist(), strict=True))
             if min(found.values()) >= 0.0:
                 return PrefillCost(

@@ -26,8 +26,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What the router knows of a worker when it chooses.
 
     `queued_tokens` are behind the pass under way, which takes `pass_rest_s` more. `held_tokens` are in its KV pool of
-    `capacity_tokens`. `num_stored_tokens` were newly computed there so far as this router counts: the cache of the
-    one with the fewest is the oldest.
+    `capacity_tokens`. `oldest_at` is when its oldest cache content came (cache_age.py).
     """
 
     worker: WorkerId
@@ -38,7 +37,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     held_tokens: int = 0
     capacity_tokens: int = 0
     requests: int = 0
-    num_stored_tokens: int = 0
+    oldest_at: float = 0.0
     labels: dict[str, str] = {}
 
 

@@ -9,34 +9,15 @@ from schemas.ids import WorkerId
 EMPTY = 0
 
 
-class HolderSets:
-    """Sets by number, with the count of blocks that use each. A set is the bits of an int, one bit a worker.
-
-    A set whose last worker was cleared keeps its number until its blocks are dropped or stored anew.
-    """
+class Bits:
+    """One bit for each worker; a worker that is gone leaves its bit to the next."""
 
     def __init__(self) -> None:
-        self._masks = [0]
-        self._counts = [0]
-        self._numbers: dict[int, int] = {}
-        self._free_numbers: list[int] = []
         self._bits: dict[WorkerId, int] = {}
         self._workers: list[WorkerId | None] = []
 
-    def __len__(self) -> int:
-        return len(self._masks) - 1 - len(self._free_numbers)
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks that anybody holds."""
-        return sum(count for mask, count in zip(self._masks, self._counts, strict=True) if mask)
-
-    def mask(self, number: int) -> int:
-        """Return a set's bits."""
-        return self._masks[number]
-
     def bit(self, worker: WorkerId) -> int:
-        """Return a worker's bit, 0 for one that holds nothing here."""
+        """Return a worker's bit, 0 for one that has none."""
         return self._bits.get(worker, 0)
 
     def enrol(self, worker: WorkerId) -> int:
@@ -49,8 +30,14 @@ class HolderSets:
             self._bits[worker] = 1 << index
         return self._bits[worker]
 
+    def free(self, worker: WorkerId) -> None:
+        """Take a worker's bit, which must not be in use any more."""
+        bit = self._bits.pop(worker, 0)
+        if bit:
+            self._workers[bit.bit_length() - 1] = None
+
     def workers(self, mask: int) -> list[WorkerId]:
-        """Return the workers of a set's bits."""
+        """Return the workers of these bits."""
         found = []
         while mask:
             low = mask & -mask
@@ -59,6 +46,32 @@ class HolderSets:
             found.append(worker)
             mask ^= low
         return found
+
+
+class HolderSets:
+    """Sets by number, with the count of blocks that use each. A set is the bits of an int, one bit a worker.
+
+    A set whose last worker was cleared keeps its number until its blocks are dropped or stored anew.
+    """
+
+    def __init__(self) -> None:
+        self._masks = [0]
+        self._counts = [0]
+        self._numbers: dict[int, int] = {}
+        self._free_numbers: list[int] = []
+        self.bits = Bits()
+
+    def __len__(self) -> int:
+        return len(self._masks) - 1 - len(self._free_numbers)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that anybody holds."""
+        return sum(count for mask, count in zip(self._masks, self._counts, strict=True) if mask)
+
+    def mask(self, number: int) -> int:
+        """Return a set's bits."""
+        return self._masks[number]
 
     def add(self, mask: int, num_blocks: int) -> int:
         """Count `num_blocks` blocks more of the set of these bits (not the empty one); return its number."""
@@ -78,7 +91,7 @@ class HolderSets:
 
     def clear(self, worker: WorkerId) -> None:
         """Take a worker out of every set; sets that become equal keep their numbers."""
-        bit = self._bits.get(worker, 0)
+        bit = self.bits.bit(worker)
         for number, mask in enumerate(self._masks):
             if mask & bit:
                 if self._numbers.get(mask) == number:
@@ -90,9 +103,7 @@ class HolderSets:
     def forget(self, worker: WorkerId) -> None:
         """Take a worker out of every set and free its bit."""
         self.clear(worker)
-        bit = self._bits.pop(worker, 0)
-        if bit:
-            self._workers[bit.bit_length() - 1] = None
+        self.bits.free(worker)
 
     def _number(self, mask: int) -> int:
         number = self._numbers.get(mask)

@@ -170,9 +170,7 @@ class KvPolicy:
         equals = [index for index, bid in enumerate(bids) if bid.score <= best + slack]
         if len(equals) == 1:
             return equals[0], "best estimate"
-        oldest = min(
-            equals, key=lambda one: (standings[one].num_stored_tokens, standings[one].requests, bids[one].score)
-        )
+        oldest = min(equals, key=lambda one: (standings[one].oldest_at, standings[one].requests, bids[one].score))
         return oldest, "oldest cache of equals" if leg == "prefill" else "fewest requests of equals"
 
 

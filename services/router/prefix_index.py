@@ -59,8 +59,8 @@ class PrefixIndex:
         """The worker holds these blocks now; the order is of no meaning."""
         if not len(hashes):
             return
-        bit = self._holders.enrol(worker)
-        keys = np.unique(_keyed(hashes))
+        bit = self._holders.bits.enrol(worker)
+        keys = _distinct(hashes)
         slots = self._find(keys)
         self._use(slots[slots >= 0])
         missing = slots < 0
@@ -71,10 +71,10 @@ class PrefixIndex:
 
     def removed(self, worker: WorkerId, hashes: BlockHashes) -> None:
         """The worker gave these blocks up; blocks it wasn't known to hold are passed over."""
-        bit = self._holders.bit(worker)
+        bit = self._holders.bits.bit(worker)
         if not bit or not len(hashes):
             return
-        slots = self._find(np.unique(_keyed(hashes)))
+        slots = self._find(_distinct(hashes))
         self._change(slots[slots >= 0], bit, holds=False)
 
     def cleared(self, worker: WorkerId) -> None:
@@ -98,7 +98,7 @@ class PrefixIndex:
             self._use(slots[: depth - start])
             start, length = start + len(slots), 4 * length
         if active > 0:
-            found.update(dict.fromkeys(self._holders.workers(active), len(hashes)))
+            found.update(dict.fromkeys(self._holders.bits.workers(active), len(hashes)))
         return found
 
     def _walk(self, slots: Slots, active: int, start: int, found: dict[WorkerId, int]) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class PrefixIndex:
             still = active & self._holders.mask(int(numbers[index]))
             if still != active:
                 if active > 0 and start + index:
-                    found.update(dict.fromkeys(self._holders.workers(active & ~still), start + index))
+                    found.update(dict.fromkeys(self._holders.bits.workers(active & ~still), start + index))
                 active = still
                 if not active:
                     return 0, start + index
@@ -134,35 +134,40 @@ class PrefixIndex:
         left = np.arange(len(keys))
         while len(left):
             # One of each bucket at a time: the next of the same bucket must see this one's slot taken.
-            _, first = np.unique(buckets[left], return_index=True)
+            first = _first_of_each(buckets[left])
             chosen = left[first]
             ways = self._ticks[buckets[chosen]].argmin(axis=1)
             slots[chosen] = buckets[chosen] * NUM_WAYS + ways
             self._take(slots[chosen], keys[chosen])
-            left = np.delete(left, first)
+            left = left[~first]
         return slots
 
     def _take(self, slots: Slots, keys: BlockHashes) -> None:
-        numbers, counts = np.unique(self._sets[slots], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        for number, part in self._by_set(slots):
             if number != EMPTY:
-                self._holders.drop(number, count)
+                self._holders.drop(number, len(part))
         self._sets[slots] = EMPTY
         self._keys.reshape(-1)[slots] = keys
         self._ticks.reshape(-1)[slots] = self._tick
 
     def _change(self, slots: Slots, bit: int, *, holds: bool) -> None:
         """Add a worker to the holders of the blocks in these slots, or take it out; blocks without any are dropped."""
-        numbers, inverse, counts = np.unique(self._sets[slots], return_inverse=True, return_counts=True)
-        targets = np.empty(len(numbers), dtype=np.int32)
-        for index, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
+        for number, part in self._by_set(slots):
             mask = self._holders.mask(number)
-            mask = mask | bit if holds else mask & ~bit
-            targets[index] = self._move(number, mask, count)
-        self._sets[slots] = targets[inverse]
-        empty = slots[self._sets[slots] == EMPTY]
-        self._keys.reshape(-1)[empty] = 0
-        self._ticks.reshape(-1)[empty] = 0
+            target = self._move(number, mask | bit if holds else mask & ~bit, len(part))
+            self._sets[part] = target
+            if target == EMPTY:
+                self._keys.reshape(-1)[part] = 0
+                self._ticks.reshape(-1)[part] = 0
+
+    def _by_set(self, slots: Slots) -> list[tuple[int, Slots]]:
+        """Return the slots of each set of holders; mostly there is but one."""
+        numbers = self._sets[slots]
+        if not len(slots):
+            return []
+        if (numbers == numbers[0]).all():
+            return [(int(numbers[0]), slots)]
+        return [(number, slots[numbers == number]) for number in np.unique(numbers).tolist()]
 
     def _move(self, number: int, mask: int, count: int) -> int:
         """EMPTY stands for slots without a block, which nobody counts."""
@@ -188,6 +193,22 @@ class PrefixIndex:
             self._ticks[used & (self._ticks == 0)] = 1
             self._tick //= 2
         self._tick += 1
+
+
+def _first_of_each(values: Slots) -> npt.NDArray[np.bool_]:
+    """Return which elements are the first of their value."""
+    first: dict[int, int] = {}
+    for index, value in enumerate(values.tolist()):
+        first.setdefault(value, index)
+    is_first = np.zeros(len(values), dtype=np.bool_)
+    is_first[list(first.values())] = True
+    return is_first
+
+
+def _distinct(hashes: BlockHashes) -> BlockHashes:
+    """Return the hashes as table keys, each once."""
+    keys = _keyed(hashes)
+    return keys if len(set(keys.tolist())) == len(keys) else np.unique(keys)
 
 
 def _keyed(hashes: BlockHashes) -> BlockHashes:

@@ -8,11 +8,10 @@ as good as cached on that worker for whoever comes behind them in its queue.
 from collections import OrderedDict
 
 import msgspec
-import numpy as np
 
 from schemas.ids import WorkerId
 from services.prefix_hash import BlockHashes
-from services.router.prefix_index import PrefixIndex
+from services.router.holder_sets import Bits
 
 
 class _Routed(msgspec.Struct, frozen=True):
@@ -27,7 +26,8 @@ class RoutedPrefixes:
     """
 
     def __init__(self, max_blocks: int, *, ttl_s: float) -> None:
-        self._index = PrefixIndex(max_blocks)
+        self._bits = Bits()
+        self._masks: dict[int, int] = {}
         self._ttl_s = ttl_s
         self._max_blocks = max_blocks
         self._num_blocks = 0
@@ -41,10 +41,10 @@ class RoutedPrefixes:
         """A prompt of these blocks goes to the worker; `key` is new. `now` never goes back."""
         self._routed[key] = _Routed(worker, hashes, now + self._ttl_s)
         self._num_blocks += len(hashes)
-        counts = self._counts.setdefault(worker, {})
+        counts, masks, bit = self._counts.setdefault(worker, {}), self._masks, self._bits.enrol(worker)
         for one in hashes.tolist():
             counts[one] = counts.get(one, 0) + 1
-        self._index.stored(worker, hashes)
+            masks[one] = masks.get(one, 0) | bit
         while self._num_blocks > self._max_blocks:
             self.settle(next(iter(self._routed)))
 
@@ -54,16 +54,16 @@ class RoutedPrefixes:
         if routed is None:
             return
         self._num_blocks -= len(routed.hashes)
-        counts = self._counts[routed.worker]
-        gone = []
+        counts, masks, bit = self._counts.get(routed.worker, {}), self._masks, self._bits.bit(routed.worker)
         for one in routed.hashes.tolist():
             counts[one] -= 1
             if not counts[one]:
                 del counts[one]
-                gone.append(one)
+                masks[one] &= ~bit
+                if not masks[one]:
+                    del masks[one]
         if not counts:
-            del self._counts[routed.worker]
-        self._index.removed(routed.worker, _array(gone))
+            self._counts.pop(routed.worker, None)
 
     def expire(self, now: float) -> None:
         """Settle the prompts whose time has come."""
@@ -77,12 +77,21 @@ class RoutedPrefixes:
         """The worker is gone."""
         for key in [key for key, one in self._routed.items() if one.worker == worker]:
             self.settle(key)
-        self._index.forget(worker)
+        self._bits.free(worker)
 
     def match(self, hashes: BlockHashes) -> dict[WorkerId, int]:
         """As PrefixIndex.match."""
-        return self._index.match(hashes)
-
-
-def _array(hashes: list[int]) -> BlockHashes:
-    return np.array(hashes, dtype=np.uint64)
+        found: dict[WorkerId, int] = {}
+        active, depth = -1, 0
+        for one in hashes.tolist():
+            still = active & self._masks.get(one, 0)
+            if still != active:
+                if depth:
+                    found.update(dict.fromkeys(self._bits.workers(active & ~still), depth))
+                active = still
+                if not active:
+                    return found
+            depth += 1
+        if depth:
+            found.update(dict.fromkeys(self._bits.workers(active), depth))
+        return found

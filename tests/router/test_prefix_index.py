@@ -177,3 +177,12 @@ class RoutedBesideList(RuleBasedStateMachine):
 
 TestRoutedBesideList = RoutedBesideList.TestCase
 TestRoutedBesideList.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+
+
+def test_a_prompt_without_a_full_block_settles_after_the_last_one_with_blocks() -> None:
+    routed = RoutedPrefixes(100, ttl_s=10.0)
+    routed.note(1, WORKERS[0], np.array([], dtype=np.uint64), 0.0)
+    routed.note(2, WORKERS[0], np.array([5, 6], dtype=np.uint64), 0.0)
+    routed.settle(2)
+    routed.settle(1)
+    assert len(routed) == 0

@@ -1,0 +1,108 @@
+"""What the `kv` policy remembers of one model's workers, from events, reports and its own dispatches. Pure: no I/O, no
+clock; the live router and the replay drive the same class.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from schemas.ids import WorkerId
+from services.prefix_hash import BlockHashes
+from services.router.cache_age import CacheAge
+from services.router.candidates import Candidate
+from services.router.estimates import DEFAULT_COST, Standing
+from services.router.kv_policy import Decision, KvPolicy, Prompt
+from services.router.prefix_index import PrefixIndex
+from services.router.routed_prefixes import RoutedPrefixes
+
+ROUTED_BLOCKS = 1 << 20
+"""Most blocks of prompts on their way (or, without events, remembered) that are kept."""
+
+
+class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_blocks`: cap of the index, 32 bytes each. `routed_ttl_s`: how long a routed prefix counts as cached on an
+    engine without KV events, and the longest one that waits for its prefill counts on any."""
+
+    max_blocks: int = 1 << 20
+    routed_ttl_s: float = 120.0
+
+
+class KvRouting:
+    """The prefix index and what goes with it, for one model and block size."""
+
+    def __init__(self, policy: KvPolicy, block_size: int, memory: KvMemory) -> None:
+        self.block_size = block_size
+        self.index = PrefixIndex(memory.max_blocks)
+        self._policy = policy
+        self._routed = RoutedPrefixes(min(memory.max_blocks, ROUTED_BLOCKS), ttl_s=memory.routed_ttl_s)
+        self._ages = CacheAge()
+
+    def choose_prefill(
+        self,
+        num_tokens: int,
+        hashes: BlockHashes,
+        candidates: Sequence[Candidate],
+        now: float,
+        session_worker: WorkerId | None = None,
+    ) -> Decision:
+        """Return who computes a prompt of these blocks; `candidates` isn't empty."""
+        self._routed.expire(now)
+        prompt = Prompt(
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            overlaps=self.overlaps(hashes),
+            session_worker=session_worker,
+        )
+        return self._policy.choose_prefill(prompt, [self._standing(one) for one in candidates])
+
+    def choose_decode(self, num_tokens: int, candidates: Sequence[Candidate], source: dict[str, str]) -> Decision:
+        """Return who decodes a prompt of so many tokens; `source`: the labels of the worker that has its KV."""
+        return self._policy.choose_decode(num_tokens, [self._standing(one) for one in candidates], source)
+
+    def overlaps(self, hashes: BlockHashes) -> dict[WorkerId, int]:
+        """Return each worker's leading blocks of a prompt, cached there or on their way."""
+        found = self.index.match(hashes)
+        for worker, depth in self._routed.match(hashes).items():
+            if depth > found.get(worker, 0):
+                found[worker] = depth
+        return found
+
+    def dispatched(
+        self, number: int, decision: Decision, hashes: BlockHashes, capacity_tokens: int, now: float
+    ) -> None:
+        """A prompt goes to the chosen worker; `number` names it until `prefilled`."""
+        self._routed.note(number, decision.worker, hashes, now)
+        self._ages.placed(decision.worker, decision.bid.uncached_tokens, capacity_tokens, now)
+
+    def prefilled(self, number: int) -> None:
+        """That prompt is done, or never will be; the worker's events have told what it cached. Idempotent.
+
+        Not to be called for an engine without events: there the routed prefix is all that is known.
+        """
+        self._routed.settle(number)
+
+    def cleared(self, worker: WorkerId) -> None:
+        """The worker's cache is empty now."""
+        self.index.cleared(worker)
+        self._ages.forget(worker)
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone."""
+        self.index.forget(worker)
+        self._routed.forget(worker)
+        self._ages.forget(worker)
+
+    def _standing(self, candidate: Candidate) -> Standing:
+        config, load = candidate.config, candidate.load
+        return Standing(
+            worker=config.worker_id,
+            queued_tokens=max(0, load.queued_tokens - load.pass_tokens),
+            pass_rest_s=load.pass_rest_s,
+            cost=load.prefill_cost or DEFAULT_COST,
+            max_batched_tokens=config.max_batched_tokens,
+            held_tokens=load.kv_blocks * config.block_size + load.coming_tokens,
+            capacity_tokens=config.total_kv_blocks * config.block_size,
+            requests=load.requests,
+            oldest_at=self._ages.oldest_at(config.worker_id),
+            labels=config.labels,
+        )
