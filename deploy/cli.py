@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from deploy.commands import chat, fleet, models, serve, services
+from deploy.commands import chat, fleet, models, replay, serve, services
 from deploy.errors import CommandError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command()(services.worker)
 app.command()(fleet.status)
 app.command()(fleet.drain)
 app.command()(chat.chat)
+app.command()(replay.replay)
 app.add_typer(models.app, name="models")
 
 

@@ -1,7 +1,6 @@
 """What a replay measured: times of first tokens and gaps, prefix reuse, and load over time."""
 
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +20,31 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
+class LoadOverTime:
+    """A worker's load, each change weighted by how long it lasted: mean per slice of time."""
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.values = array("d")
+
+    def note(self, now: float, value: float) -> None:
+        """The load is `value` from now on."""
+        self.times.append(now)
+        self.values.append(value)
+
+    def means(self, end_s: float, num_slices: int) -> Floats:
+        """Return the mean load of each slice of [0, end_s): float64 [num_slices]."""
+        if not len(self.times) or end_s <= 0:
+            return np.zeros(num_slices)
+        edges = np.linspace(0.0, end_s, num_slices + 1)
+        times = np.append(np.array(self.times), np.inf)
+        values = np.array(self.values)
+        total = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times[:-1]))))
+        index = np.searchsorted(times, edges, side="right") - 1
+        inside = np.where(index < 0, 0.0, total[index] + values[index] * (edges - times[np.maximum(index, 0)]))
+        return np.diff(inside) / np.diff(edges)
+
+
 class Outcome:
     """Collects while a replay runs. Gaps are kept as (seconds, how many): a pass gives all its members the same."""
 
@@ -35,6 +59,11 @@ class Outcome:
         self._gap_weights = array("q")
         self.estimate_errors_s = array("d")
         self.overlaps_missed = array("q")
+        self.loads: dict[str, LoadOverTime] = {}
+
+    def load(self, worker: str, now: float, value: float) -> None:
+        """A worker's load changed: tokens queued for prefill, or tokens held by a decode worker."""
+        self.loads.setdefault(worker, LoadOverTime()).note(now, value)
 
     def first_token(self, job: Job, now: float) -> None:
         """A request's first token left, or the first one after it was preempted."""
@@ -102,18 +131,16 @@ def rounded(spread: Spread) -> dict[str, float]:
     return {key: round(value, 4) for key, value in msgspec.structs.asdict(spread).items()}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which that share of the values lies; 0 for none."""
-    return float(np.quantile(np.array(values), share)) if len(values) else 0.0
-
-
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return the figures for programs."""
+    errors_ms = np.abs(np.array(outcome.estimate_errors_s)) * 1e3
     return {
         "ttft_ms": rounded(outcome.ttft()),
         "itl_ms": rounded(outcome.itl()),
         "e2e_ms": rounded(outcome.e2e()),
         "prefix_reuse": round(outcome.prefix_reuse, 4),
         "requests": outcome.num_done,
+        "estimate_error_ms": rounded(spread(errors_ms)),
+        "overlap_given_up_tokens": float(np.mean(outcome.overlaps_missed)) if outcome.overlaps_missed else 0.0,
         "virtual_s": round(outcome.end_s, 3),
     }

@@ -204,6 +204,7 @@ class Simulation:
             prefill_cost=seat.times.cost(),
             dispatched={str(EPOCH): seat.highest_dispatch},
         )
+        self.outcome.load(seat.worker_id, now, report.queued_prefill_tokens)
         self._tell_report(report, now)
 
     def _report_decode(self, number: int, now: float) -> None:
@@ -218,6 +219,7 @@ class Simulation:
             kv_blocks_total=self._scene.size.num_blocks,
             dispatched={str(EPOCH): self._highest_at_decode[number]},
         )
+        self.outcome.load(report.worker_id, now, decoder.load.num_tokens)
         self._tell_report(report, now)
 
     def _tell_report(self, report: LoadReport, now: float) -> None:

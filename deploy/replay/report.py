@@ -1,0 +1,65 @@
+"""A replay as a person reads it: a table of policies, distributions, loads over time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from deploy.replay.outcome import Outcome, as_json
+from deploy.replay.plots import distribution, over_time
+
+NUM_SLICES = 72
+MAX_WORKERS_SHOWN = 16
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy's replay and the seconds it took."""
+
+    policy: str
+    outcome: Outcome
+    wall_s: float
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """Return a run for programs."""
+    return {"policy": run.policy, **as_json(run.outcome), "wall_s": round(run.wall_s, 2)}
+
+
+def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
+    """Print the table of all runs, then each run's plots."""
+    table = Table(title=title, title_justify="left")
+    for name in ("policy", "TTFT ms", "p50", "p99", "ITL ms", "p99", "reuse", "requests", "took"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for run in runs:
+        ttft, itl = run.outcome.ttft(), run.outcome.itl()
+        table.add_row(
+            run.policy,
+            *(f"{value:,.1f}" for value in (ttft.mean, ttft.p50, ttft.p99)),
+            *(f"{value:,.2f}" for value in (itl.mean, itl.p99)),
+            f"{run.outcome.prefix_reuse:.3f}",
+            f"{run.outcome.num_done:,}",
+            f"{run.wall_s:.1f} s",
+        )
+    console.print(table)
+    for run in runs:
+        for line in plot_lines(run):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def plot_lines(run: Run) -> list[str]:
+    """Return a run's plots as lines."""
+    outcome = run.outcome
+    lines = ["", f"{run.policy}: TTFT", *distribution(outcome.ttft_ms())]
+    lines += [f"{run.policy}: ITL", *distribution(outcome.gap_ms(), outcome.gap_weights())]
+    for role, unit in (("prefill", "tokens queued"), ("decode", "tokens held")):
+        names = [name for name in outcome.loads if name.startswith(role)]
+        names.sort(key=lambda name: (len(name), name))
+        if names:
+            shown = names[:MAX_WORKERS_SHOWN]
+            samples = np.array([outcome.loads[name].means(outcome.end_s, NUM_SLICES) for name in shown])
+            rest = f", the first {len(shown)} of {len(names)}" if len(shown) < len(names) else ""
+            lines += [f"{run.policy}: {role} load over time{rest}", *over_time(shown, samples, outcome.end_s, unit)]
+    return lines
