@@ -61,9 +61,15 @@ class VllmKvTransferParams(Message, frozen=True, kw_only=True, tag="kv_transfer_
 
 
 class TrtllmDisaggregatedParams(Message, frozen=True, kw_only=True, tag="trtllm_disaggregated_params.v1"):
-    """TensorRT-LLM: the fields of its DisaggregatedParams with opaque_state as base64."""
+    """TensorRT-LLM: the fields of its DisaggregatedParams with opaque_state as base64.
+
+    `num_cached_tokens` is prefill's prefix hit; worker and epoch say who holds the KV until it is fetched.
+    """
 
     disaggregated_params: msgspec.Raw
+    num_cached_tokens: int = 0
+    prefill_worker: WorkerId = WorkerId("")
+    epoch: Epoch = Epoch(0)
 
 
 DisaggregatedParams = KvTicket | BootstrapInfo | VllmKvTransferParams | TrtllmDisaggregatedParams
