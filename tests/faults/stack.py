@@ -1,0 +1,246 @@
+"""A stack of real processes that tests break and mend: nats-server, gateways, routers and workers with the sim engine.
+
+Members are named by what they are: g* gateway, r* router, p* prefill, d* decode, b* both. One stack serves many tests:
+`have` starts who is missing and lets go who isn't wanted, `all_free` proves that the last test left nothing behind.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from bus.client import Client
+from bus.connection import Bus
+from bus.discovery import Fleet, watch
+from bus.fleet_state import ChangeKind
+from bus.server import NatsServer
+from deploy.service import ServiceName
+from deploy.settings import Settings
+from schemas.errors import BusError
+from schemas.hop import Ok
+from schemas.ids import WorkerId
+from schemas.worker import LoadReport, Record, RuntimeConfig
+from services.config import BusConfig, GatewayConfig, HandoffMode, RouterConfig, WorkerConfig
+from services.telemetry import LogConfig
+from tests.conftest import wait_until
+from tests.faults.asking import Answer, Ask, Via, ask_bus, ask_http
+from tests.faults.member import Member, all_ended
+
+SERVICES: dict[str, ServiceName] = {"g": "gateway", "r": "router", "p": "worker", "d": "worker", "b": "worker"}
+ROLES = {"p": "prefill", "d": "decode", "b": "both"}
+LEASE_S = 2.0
+DRAIN_S = 5.0
+ENGINE_ARGS = {"num_blocks": "256", "max_num_seqs": "32", "max_context_tokens": "4000", "decode_ms_per_step": "3"}
+FREE_TIMEOUT_S = 6.0
+READY_TIMEOUT_S = 15.0
+
+
+class Stack:
+    """Made by `run_stack`. `handoff` is that of all its workers."""
+
+    def __init__(self, server: NatsServer, handoff: HandoffMode, folder: Path) -> None:
+        self.server = server
+        self.handoff = handoff
+        self.members: dict[str, Member] = {}
+        self.bus: Bus
+        self.fleet: Fleet
+        self.client: Client
+        self.session: aiohttp.ClientSession
+        self._folder = folder
+        self._tasks: asyncio.TaskGroup
+        self._quiet: dict[int, Counter[str]] = {}
+        self._numbers = itertools.count(1)
+
+    def __getitem__(self, name: str) -> Member:
+        return self.members[name]
+
+    # ---- members ----
+
+    async def have(self, *names: str, **tuning: object) -> None:
+        """Return once exactly these members run, see each other, and a request has gone all the way.
+
+        `tuning` are engine arguments, or fields of WorkerConfig; workers tuned otherwise are started anew.
+        """
+        unfit = [name for name, one in self.members.items() if name not in names or self._is_unfit(one, tuning)]
+        await all_ended([self.members[name] for name in unfit])
+        for name in names:
+            self.start(name, **tuning)
+        await self.settled(names)
+
+    def start(self, name: str, **tuning: object) -> Member:
+        """Start a member unless it runs."""
+        member = self.members.get(name)
+        if member is None:
+            member = self.members[name] = Member(name, SERVICES[name[0]], Settings(), self._folder / name)
+        if not member.is_running:
+            member.settings = self._settings(name, tuning)
+            member.start()
+        return member
+
+    async def settled(self, names: tuple[str, ...]) -> None:
+        """Wait until these and no others live, and serve."""
+        pids = {self.members[name].pid for name in names}
+        await wait_until(
+            lambda: {record.pid for record in self._live()} == pids,
+            READY_TIMEOUT_S,
+            lambda: f"wanted {names}, live are {[record.pid for record in self._live()]}: {self.logs()}",
+        )
+        if any(name[0] in "db" for name in names):
+            await self._probed(names)
+        await self.all_free()
+
+    async def _probed(self, names: tuple[str, ...]) -> None:
+        """Wait until requests take the way that these members make possible, through each gateway."""
+        has_pair = any(name[0] == "p" for name in names) and any(name[0] == "d" for name in names)
+        wanted = ["accepted", "prefilling", "decoding"] if has_pair else ["accepted", "decoding"]
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            for via in ["bus", *(name for name in names if name[0] == "g")]:
+                while True:
+                    answer = await self.ask(self.prompt(40), 3, via="bus" if via == "bus" else "http", gateway=via).over()
+                    if answer.is_whole and (via != "bus" or answer.stages == wanted):
+                        break
+                    await asyncio.sleep(0.05)
+
+    def _live(self) -> list[Record]:
+        fleet = self.fleet
+        return [*fleet.workers.values(), *fleet.routers.values(), *fleet.gateways.values()]
+
+    def _is_unfit(self, member: Member, tuning: dict[str, object]) -> bool:
+        return member.service == "worker" and member.settings != self._settings(member.name, tuning)
+
+    def _settings(self, name: str, tuning: dict[str, object]) -> Settings:
+        own = {key: value for key, value in tuning.items() if key in WorkerConfig.__struct_fields__}
+        engine_args = {key: str(value) for key, value in tuning.items() if key not in own}
+        engine_args = ENGINE_ARGS | {"pause_dir": str(self._folder / name)} | engine_args
+        worker = WorkerConfig(
+            id=name,
+            role=ROLES.get(name[0], "both"),  # type: ignore[arg-type]
+            engine="sim",
+            transfer="shm",
+            handoff=self.handoff,
+            lease_s=LEASE_S,
+            drain_s=DRAIN_S,
+            engine_args=engine_args,
+        )
+        return Settings(
+            nats=BusConfig(url=self.server.internal_url),
+            gateway=GatewayConfig(id=name, port=0, drain_s=DRAIN_S),
+            router=RouterConfig(id=name, drain_s=DRAIN_S),
+            worker=msgspec.structs.replace(worker, **own),
+            log=LogConfig(level="info"),
+        )
+
+    def url(self, gateway: str) -> str:
+        """Return a gateway's address."""
+        return self.fleet.gateways[gateway].url
+
+    # ---- requests ----
+
+    def prompt(self, num_tokens: int = 50) -> tuple[int, ...]:
+        """Return a prompt that nobody has seen, so that no cache knows it."""
+        number = next(self._numbers)
+        return tuple(3 + (number * 7919 + index * 31 + (number >> (index % 8))) % 400 for index in range(num_tokens))
+
+    def ask(
+        self, prompt: tuple[int, ...], max_tokens: int = 20, *, via: Via = "bus", gateway: str = "g0", **fields: object
+    ) -> Answer:
+        """Send a request; its answer fills as it comes."""
+        answer = Answer(Ask(prompt=prompt, max_tokens=max_tokens, **fields), via)  # type: ignore[arg-type]
+        coro = ask_bus(self.client, answer) if via == "bus" else ask_http(self.session, self.url(gateway), answer)
+        answer.task = self._tasks.create_task(coro, name=f"ask {via}")
+        return answer
+
+    def ask_both(self, max_tokens: int = 20, num_prompt_tokens: int = 50, **fields: object) -> list[Answer]:
+        """Send one request by HTTP and one by the client library."""
+        return [self.ask(self.prompt(num_prompt_tokens), max_tokens, via=via, **fields) for via in ("http", "bus")]
+
+    # ---- what is left ----
+
+    async def all_free(self, timeout_s: float = FREE_TIMEOUT_S) -> None:
+        """Return once no worker holds a request or a block and no process has a task that it didn't have when idle."""
+        held: dict[str, object] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while held := await self.held():
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"still held: {held}") from None
+        assert self.client.num_in_flight == 0
+
+    async def held(self) -> dict[str, object]:
+        """Return what isn't free, by member."""
+        found: dict[str, object] = {}
+        for name, member in self.members.items():
+            if not member.is_running:
+                continue
+            if member.service == "worker" and (load := await self._load(name)):
+                found[name] = load
+            elif extra := await self._extra_tasks(member):
+                found[name] = extra
+        return found
+
+    async def load(self, name: str) -> LoadReport:
+        """Return a worker's own count."""
+        return await self.bus.ask(self.bus.subjects.worker(name, "load"), Ok(), LoadReport, timeout_s=1.0)
+
+    async def until_load(self, name: str, claim: Callable[[LoadReport], bool], timeout_s: float = 5.0) -> None:
+        """Wait until a worker's own count is as claimed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not claim(load := await self.load(name)):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"{name} has {load}") from None
+
+    async def _load(self, name: str) -> str:
+        try:
+            load = await self.load(name)
+        except BusError as error:
+            return error.message
+        counts = (load.running, load.waiting, load.kv_blocks_used, load.kv_blocks_quarantined)
+        return "" if not any(counts) else "running {}, waiting {}, used {}, quarantined {}".format(*counts)
+
+    async def _extra_tasks(self, member: Member) -> Counter[str]:
+        """Return the tasks beyond those of the process's first idle moment. Fewer are news, too: then those count."""
+        tasks = await member.tasks()
+        return tasks - self._quiet.setdefault(member.pid, tasks)
+
+    def logs(self) -> str:
+        return "\n".join(f"== {name}\n{member.log()}" for name, member in self.members.items())
+
+
+@contextlib.asynccontextmanager
+async def run_stack(handoff: HandoffMode) -> AsyncIterator[Stack]:
+    """Run a stack without members yet; at the end all that run leave by themselves, with exit code 0."""
+    async with contextlib.AsyncExitStack() as context:
+        folder = Path(context.enter_context(tempfile.TemporaryDirectory(prefix="busway-faults-")))
+        server = await context.enter_async_context(NatsServer())
+        stack = Stack(server, handoff, folder)
+        bus = Bus.connect(server.internal_url, name="faults", client_id="faults")
+        stack.bus = await context.enter_async_context(bus)
+        stack.fleet = await context.enter_async_context(watch(stack.bus))
+        stack.session = await context.enter_async_context(aiohttp.ClientSession())
+        stack.client = Client(stack.bus)
+        await stack.client.start()
+        stack.fleet.on_change(_tell(stack.client))
+        stack._tasks = await context.enter_async_context(asyncio.TaskGroup())
+        try:
+            yield stack
+        finally:
+            running = [member for member in stack.members.values() if member.is_running]
+            await all_ended(running)
+            assert [member.exit_codes[-1] for member in running] == [0] * len(running), stack.logs()
+
+
+def _tell(client: Client) -> Callable[[ChangeKind, Record], None]:
+    def on_change(kind: ChangeKind, record: Record) -> None:
+        if kind == "left":
+            client.holder_left(record.worker_id if isinstance(record, RuntimeConfig) else record.id)
+
+    return on_change
