@@ -42,6 +42,7 @@ from services.kv.mover import Moved
 from services.kv.plan import block_moves, num_blocks_for, num_ready_blocks
 
 _UNREACHABLE = (AckTimeoutError, NoRespondersError, BusUnavailableError)
+STARVED_S = 0.5
 
 
 class MeetPrefill(PrefillLeg):
@@ -89,7 +90,7 @@ class MeetPrefill(PrefillLeg):
 
     def wait_longer(self, lease_s: float) -> None:
         """Decode queues and will come: wait this long for it from now on."""
-        if self.computed is not None and self._meet is None:
+        if self.is_unmet:
             self._limit(min(lease_s, self.site.options.lease_s), LeaseExpiredError("decode didn't come for the KV"))
 
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
@@ -123,8 +124,7 @@ class MeetPrefill(PrefillLeg):
         peer: Peer | None = None
         num_blocks = num_blocks_for(num_prompt_tokens(self.request), self.site.block_size)
         while self.computed is None or peer is None or self._num_written_blocks < num_blocks:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._news()
             if self._meet is None:
                 self.wait_longer(self.site.options.lease_s)
                 continue
@@ -139,6 +139,30 @@ class MeetPrefill(PrefillLeg):
         self._limit_transfer(self._meet)
         num_bytes = await moved(self._moves)
         await self._tell_landed(self.computed, self._meet, num_bytes, time.monotonic() - began_s)
+
+    async def _news(self) -> None:
+        """Wait until decode has met or more is computed; starved of blocks meanwhile, take some back."""
+        while not self._wake.is_set():
+            is_awaited = self._meet is not None and self._progress is None
+            try:
+                async with asyncio.timeout(STARVED_S if is_awaited else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                _take_back_blocks(self.site)
+        self._wake.clear()
+
+    @property
+    def is_unmet(self) -> bool:
+        """Whether the prompt is computed and decode hasn't shown up: nobody else knows of its blocks."""
+        return self.computed is not None and self._meet is None
+
+    def compute_again(self) -> None:
+        """Give the blocks of an unmet prompt up and queue behind the others."""
+        self.computed = self._progress = None
+        if self._scope is not None:
+            self._scope.reschedule(None)
+        self.site.desk.abort(self.attempt_id)
+        self.site.desk.hold(self.request, report_chunks=True)
 
     def _check(self, request: MeetRequest) -> None:
         if request.epoch != self.site.peers.epoch or request.room != self._bootstrap.room:
@@ -314,3 +338,18 @@ class MeetDecode(DecodeLeg):
             if verdict.error is not None:
                 raise error_from(verdict.error)
             await asyncio.sleep(RETRY_GAP_S)
+
+
+def _take_back_blocks(site: HandoffSite) -> None:
+    """Let the newest prompt that is computed and not yet met queue anew, when nothing can run for lack of blocks.
+
+    Its decode leg may be queueing for blocks that another leg keeps for a prompt that queues here: neither would ever
+    get on.
+    """
+    load = site.desk.load()
+    if load.running or not load.waiting:
+        return
+    for leg in reversed(list(site.legs.values())):
+        if isinstance(leg, MeetPrefill) and leg.is_unmet:
+            leg.compute_again()
+            return

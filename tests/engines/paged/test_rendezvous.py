@@ -157,6 +157,24 @@ async def test_decode_may_queue_for_longer_than_a_lease():
         await fleet.until_empty()
 
 
+async def test_legs_in_opposite_orders_at_full_pools_dont_wait_for_each_other():
+    """One waits at prefill for decode's blocks, the other at decode for prefill's."""
+    async with fleet_of("alone", "p", "d", num_blocks="32") as fleet:
+        one, other = (request_for(prompt(300, salt=salt), max_tokens=4) for salt in (1, 2))
+        wanted = [await aggregated(fleet["alone"], request) for request in (one, other)]
+        rooms = [room_of(fleet["p"]), room_of(fleet["p"])]
+        fleet["p"].engine.prefill(prefill_leg(one, rooms[0]))
+        fleet["p"].engine.prefill(prefill_leg(other, rooms[1]))
+        fleet["d"].engine.decode(decode_leg(other, rooms[1]))
+        fleet["d"].engine.decode(decode_leg(one, rooms[0]))
+        assert [await fleet["d"].output(request.attempt_id) for request in (one, other)] == wanted
+        for request in (one, other):
+            assert isinstance(await fleet["p"].result(request.attempt_id), PrefillDone)
+        load = fleet["d"].engine.load()
+        assert (load.num_remote_prefills, load.num_recomputed_tokens) == (2, 0)
+        await fleet.until_empty()
+
+
 async def test_a_room_that_decode_never_enters_is_freed_within_the_lease():
     async with fleet_of("p", options=HandoffOptions(lease_s=0.2)) as fleet:
         request = request_for(prompt(40))
