@@ -5,6 +5,7 @@ up) or expired; each of the three is final. What became of a lease is remembered
 one answer.
 """
 
+from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,6 @@ LeaseState = Literal["unknown", "held", "confirmed", "expired", "revoked"]
 class _Lease(msgspec.Struct):
     state: LeaseState
     expires_at: float
-    remember_until: float
 
 
 class LeaseTable:
@@ -28,13 +28,13 @@ class LeaseTable:
         self._max_lease_s = max_lease_s
         self._leases: dict[AttemptId, _Lease] = {}
         self._held: set[AttemptId] = set()
+        self._by_memory: list[tuple[float, AttemptId]] = []
 
     def grant(self, attempt_id: AttemptId, *, lease_s: float, now: float, remember_until: float) -> bool:
         """Grant a lease; False when the attempt has had one (also one that ended: attempts are never reused)."""
         if attempt_id in self._leases:
             return False
-        expires_at = now + min(lease_s, self._max_lease_s)
-        self._leases[attempt_id] = _Lease(state="held", expires_at=expires_at, remember_until=remember_until)
+        self._note(attempt_id, "held", now + min(lease_s, self._max_lease_s), remember_until)
         self._held.add(attempt_id)
         return True
 
@@ -55,7 +55,7 @@ class LeaseTable:
         """End a lease, or forbid one that hasn't been granted yet; return whether it was held until now."""
         state = self.state(attempt_id, now)
         if state == "unknown":
-            self._leases[attempt_id] = _Lease(state="revoked", expires_at=now, remember_until=remember_until)
+            self._note(attempt_id, "revoked", now, remember_until)
         elif state == "held":
             self._end(attempt_id, "revoked")
         return state == "held"
@@ -74,19 +74,30 @@ class LeaseTable:
         return self._leases[attempt_id].expires_at if attempt_id in self._held else None
 
     def forget(self, now: float) -> None:
-        """Drop ended leases whose time to be remembered is over; held ones are judged first."""
+        """Drop ended leases whose time to be remembered is over; held ones are judged first.
+
+        Takes as long as what it drops, not as long as what is remembered: that is ten minutes' worth of attempts.
+        """
         for attempt_id in list(self._held):
             self.state(attempt_id, now)
-        self._leases = {
-            attempt_id: lease
-            for attempt_id, lease in self._leases.items()
-            if attempt_id in self._held or now < lease.remember_until
-        }
+        still_held = []
+        while self._by_memory and self._by_memory[0][0] <= now:
+            _, attempt_id = entry = heappop(self._by_memory)
+            if attempt_id in self._held:
+                still_held.append(entry)
+            else:
+                del self._leases[attempt_id]
+        for entry in still_held:
+            heappush(self._by_memory, entry)
 
     @property
     def num_held(self) -> int:
         """Leases not ended (an expired one counts until it is judged)."""
         return len(self._held)
+
+    def _note(self, attempt_id: AttemptId, state: LeaseState, expires_at: float, remember_until: float) -> None:
+        self._leases[attempt_id] = _Lease(state=state, expires_at=expires_at)
+        heappush(self._by_memory, (remember_until, attempt_id))
 
     def _end(self, attempt_id: AttemptId, state: LeaseState) -> None:
         self._leases[attempt_id].state = state

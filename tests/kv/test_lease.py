@@ -1,5 +1,7 @@
 """The lease table against a naive history: a lease is whatever its first end was."""
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,3 +92,19 @@ def test_a_verdict_is_remembered_as_long_as_promised_and_a_held_lease_always():
     table.forget(10)
     assert table.state(ATTEMPTS[0], 10) == "unknown"
     assert table.state(ATTEMPTS[1], 10) == "held"
+
+
+def test_forgetting_takes_as_long_as_what_is_forgotten_not_as_what_is_remembered():
+    """Six hundred seconds of attempts are remembered, and it is the event loop that forgets."""
+    table = LeaseTable(max_lease_s=10)
+    for number in range(200_000):
+        table.revoke(AttemptId(str(number)), 0, remember_until=600)
+    table.revoke(AttemptId("old"), 0, remember_until=1)
+    started = time.perf_counter()
+    for _ in range(100):
+        table.forget(5)
+    assert time.perf_counter() - started < 0.1
+    assert table.state(AttemptId("old"), 5) == "unknown"
+    assert table.state(AttemptId("0"), 5) == "revoked"
+    table.forget(600)
+    assert table.state(AttemptId("0"), 600) == "unknown"

@@ -252,7 +252,8 @@ async def _forget_what_is_over(site: HandoffSite) -> None:
         await asyncio.sleep(HOUSEKEEPING_S)
         now = time.monotonic()
         site.leases.forget(now)
-        site.landed = {attempt_id: until for attempt_id, until in site.landed.items() if now < until}
+        while site.landed and (oldest := next(iter(site.landed.items())))[1] <= now:
+            del site.landed[oldest[0]]
 
 
 def _is_local(params: object, site: HandoffSite) -> bool:
