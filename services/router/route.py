@@ -7,7 +7,9 @@ computes through anyway, and then a full or leaving prefill worker, or a prompt 
 request anything: the leg just goes to another.)
 
 The router is the request's holder, and alone may send its terminal frame, until decode acks; from then on a failure is
-told to decode, which ends the stream. Whatever ends a route also aborts every leg that may still hold something.
+told to decode, which ends the stream. Of a failed prefill leg it is told only where the two legs' engines don't speak
+with each other over the bus: those that do (torch, sim) hear it from their peer, and may compute the prompt themselves.
+Whatever ends a route also aborts every leg that may still hold something.
 """
 
 from typing import Literal
@@ -18,7 +20,7 @@ from bus.deadlines import Due, next_due
 from bus.deadlines import Stage as RequestStage
 from schemas.errors import BuswayError, ErrorRecord, WorkerLostError
 from schemas.frames import Failed, Finished, Frame, Timings, Tokens, Usage
-from schemas.handoff import DisaggregatedParams, Handoff
+from schemas.handoff import BootstrapInfo, DisaggregatedParams, Handoff
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import Epoch, WorkerId
 from schemas.request import GenerateRequest
@@ -179,8 +181,7 @@ class Route:
             case PrefillEnded():
                 return self._on_ended(event)
             case PrefillFailed(error=error):
-                self._prefill.state = "over"
-                return self._fail(error)
+                return self._prefill_failed(error)
             case AbortAsked():
                 return self._on_abort(event)
             case RequestFailed(error):
@@ -264,7 +265,11 @@ class Route:
         if leg is self._decode:
             self.stage = "ended"
             return self._abort_legs("the decode worker is gone", None)
-        return self._fail(WorkerLostError(f"the {leg.name} worker {leg.worker} is gone", phase=leg.name))
+        return self._prefill_failed(WorkerLostError(f"the prefill worker {leg.worker} is gone", phase="prefill"))
+
+    def _prefill_failed(self, error: BuswayError | ErrorRecord) -> list[Instruction]:
+        self._prefill.state = "over"
+        return [] if self.stage == "handed_over" and _meets_over_the_bus(self._params) else self._fail(error)
 
     def _params_known(self, params: DisaggregatedParams | None) -> list[Instruction]:
         """The one step in which both handoffs meet."""
@@ -302,6 +307,11 @@ class Route:
     def _abort_legs(self, reason: str, error: ErrorRecord | None) -> list[Instruction]:
         legs = [leg for leg in (self._prefill, self._decode) if leg.state in ("asked", "held")]
         return [AbortLeg(leg=leg.name, reason=reason, error=error if leg is self._decode else None) for leg in legs]
+
+
+def _meets_over_the_bus(params: DisaggregatedParams | None) -> bool:
+    """Return whether the decode leg hears from its prefill leg by itself."""
+    return isinstance(params, BootstrapInfo) and not params.endpoint.host
 
 
 def completion(event: PrefillEnded, *, num_prompt_tokens: int, num_resumed: int) -> list[Frame]:

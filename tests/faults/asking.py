@@ -58,7 +58,9 @@ class Answer:
 
     def __repr__(self) -> str:
         said = len(self.ids) if self.via == "bus" else len(self.text.split())
-        return f"<{self.via} {self.stages} {self.holders} {said} tokens {self.finish_reason} {self.error} {self.message}>"
+        return (
+            f"<{self.via} {self.stages} {self.holders} {said} tokens {self.finish_reason} {self.error} {self.message}>"
+        )
 
     @property
     def has_begun(self) -> bool:

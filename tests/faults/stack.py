@@ -102,7 +102,9 @@ class Stack:
         async with asyncio.timeout(READY_TIMEOUT_S):
             for via in ["bus", *(name for name in names if name[0] == "g")]:
                 while True:
-                    answer = await self.ask(self.prompt(40), 3, via="bus" if via == "bus" else "http", gateway=via).over()
+                    answer = await self.ask(
+                        self.prompt(40), 3, via="bus" if via == "bus" else "http", gateway=via
+                    ).over()
                     if answer.is_whole and (via != "bus" or answer.stages == wanted):
                         break
                     await asyncio.sleep(0.05)

@@ -14,7 +14,7 @@ from bus.discovery import register
 from bus.serving import Call
 from schemas.errors import BuswayError
 from schemas.frames import Decoding, Finished, Tokens, Usage, encode_frames
-from schemas.handoff import BootstrapInfo, Handoff, KvTicket
+from schemas.handoff import BootstrapEndpoint, BootstrapInfo, Handoff, KvTicket
 from schemas.hop import Abort, AcceptedHop, Busy, DecodeRequest, PrefillDone, PrefillRequest
 from schemas.ids import Epoch, WorkerId, new_room
 from schemas.message import encode
@@ -47,7 +47,8 @@ class ScriptedWorker:
             return None
         made = None
         if isinstance(leg, PrefillRequest) and leg.bootstrap is None and self.config.handoff == "rendezvous":
-            made = BootstrapInfo(prefill_worker=self.id, epoch=self.config.epoch, room=new_room())
+            endpoint = self.config.bootstrap or BootstrapEndpoint()
+            made = BootstrapInfo(prefill_worker=self.id, epoch=self.config.epoch, room=new_room(), endpoint=endpoint)
         return AcceptedHop(by=self.id, epoch=self.config.epoch, bootstrap=made)
 
     async def on_abort(self, abort: Abort, call: Call) -> None:
@@ -128,6 +129,7 @@ def a_record(
         max_batched_tokens=512,
         max_context_tokens=4096,
         max_waiting=96,
+        bootstrap=BootstrapEndpoint(host="prefill.test", port=8998) if handoff == "rendezvous" else None,
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import CapacityError, EngineError, RequestError, WorkerLostError
 from schemas.frames import TERMINAL_FRAMES, Failed, Finished, Timings, TokenLogprobs, Tokens
-from schemas.handoff import BootstrapInfo, Handoff, KvTicket
+from schemas.handoff import BootstrapEndpoint, BootstrapInfo, Handoff, KvTicket
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.request import Deadlines
@@ -33,6 +33,7 @@ from tests.router.conftest import MakeRequest, a_request
 
 P, D, ATTEMPT, EPOCH = WorkerId("p"), WorkerId("d"), AttemptId("a" * 22), Epoch(1)
 ROOM = BootstrapInfo(prefill_worker=P, epoch=EPOCH, room=7)
+ROOM_ELSEWHERE = BootstrapInfo(prefill_worker=P, epoch=EPOCH, room=7, endpoint=BootstrapEndpoint(host="h", port=1))
 TICKET = KvTicket(
     attempt_id=ATTEMPT,
     prefill_worker=P,
@@ -58,7 +59,7 @@ def failed(instructions: list[Instruction]) -> Failed:
     return frame
 
 
-def route_to(stage: str, make_request: MakeRequest, handoff: Handoff | None) -> Route:
+def route_to(stage: str, make_request: MakeRequest, handoff: Handoff | None, *, room: BootstrapInfo = ROOM) -> Route:
     """A route that has come as far as `stage`: prefill_asked, prefill_held, decode_asked or decode_held."""
     route = Route(make_request(), handoff)
     route.start()
@@ -67,7 +68,7 @@ def route_to(stage: str, make_request: MakeRequest, handoff: Handoff | None) -> 
         ("prefill_held", LegAccepted("prefill", P, EPOCH)),
         (
             "decode_asked",
-            DONE if handoff == "after_prefill" else LegAccepted("prefill", P, EPOCH, ROOM),
+            DONE if handoff == "after_prefill" else LegAccepted("prefill", P, EPOCH, room),
         ),
         ("decode_asked", LegSent("decode", D)),
         ("decode_held", LegAccepted("decode", D, EPOCH)),
@@ -162,10 +163,18 @@ def test_a_refusal_by_decode_frees_prefill_at_once(make_request: MakeRequest) ->
 
 
 def test_a_failed_prefill_behind_a_held_decode_is_told_to_decode_alone(make_request: MakeRequest) -> None:
-    route = route_to("decode_held", make_request, "rendezvous")
+    route = route_to("decode_held", make_request, "rendezvous", room=ROOM_ELSEWHERE)
     error = EngineError("boom").record()
     (abort,) = route.handle(PrefillFailed(attempt_id=ATTEMPT, error=error))
     assert abort == AbortLeg(leg="decode", reason="boom", error=error)
+
+
+@pytest.mark.parametrize("event", [PrefillFailed(attempt_id=ATTEMPT, error=BAD), WorkerLeft(P, EPOCH)])
+def test_a_held_decode_that_hears_from_its_peer_judges_a_lost_prefill(make_request: MakeRequest, event: Event) -> None:
+    route = route_to("decode_held", make_request, "rendezvous")
+    assert route.handle(event) == []
+    assert route.stage == "handed_over"
+    assert kinds(route.handle(AbortAsked("client"))) == ["AbortLeg:decode"]
 
 
 @pytest.mark.parametrize("handoff", ["after_prefill", "rendezvous"])
@@ -194,7 +203,7 @@ def test_an_ack_after_the_abort_is_answered_by_an_abort(make_request: MakeReques
 def test_a_prefill_worker_that_dies_computing_fails_the_request_as_lost(make_request: MakeRequest) -> None:
     route = route_to("prefill_held", make_request, "after_prefill")
     assert failed(route.handle(WorkerLeft(P, EPOCH))).error.code == WorkerLostError.code
-    route = route_to("decode_held", make_request, "rendezvous")
+    route = route_to("decode_held", make_request, "rendezvous", room=ROOM_ELSEWHERE)
     (abort,) = route.handle(WorkerLeft(P, EPOCH))
     assert isinstance(abort, AbortLeg)
     assert abort.leg == "decode"
