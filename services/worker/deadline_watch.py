@@ -10,9 +10,15 @@ from bus.deadlines import Due
 from schemas.ids import AttemptId
 from services.worker.ledger import Entry, Ledger
 
+# Below this many moments, those of ended attempts aren't worth looking for.
+MIN_SWEPT = 1024
+
 
 class DeadlineWatch:
-    """One timer over all attempts. A deadline may move back while it waits: it is looked up again when it comes."""
+    """One timer over all attempts. A deadline may move back while it waits: it is looked up again when it comes.
+
+    Attempts end long before their deadlines, so moments of ended ones are swept out once they are most of all.
+    """
 
     def __init__(self, ledger: Ledger, on_late: Callable[[Entry, Due], None]) -> None:
         self._ledger = ledger
@@ -27,6 +33,12 @@ class DeadlineWatch:
             if not self._heap or due.at < self._heap[0][0]:
                 self._is_sooner.set()
             heapq.heappush(self._heap, (due.at, entry.attempt_id))
+            if len(self._heap) > max(MIN_SWEPT, 4 * len(self._ledger)):
+                self._sweep()
+
+    def __len__(self) -> int:
+        """Return how many moments are waited for."""
+        return len(self._heap)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -51,3 +63,7 @@ class DeadlineWatch:
                 yield entry, due
             else:
                 heapq.heappush(self._heap, (due.at, attempt_id))
+
+    def _sweep(self) -> None:
+        self._heap = [(at, attempt_id) for at, attempt_id in self._heap if self._ledger.get(attempt_id) is not None]
+        heapq.heapify(self._heap)

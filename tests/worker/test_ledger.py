@@ -72,3 +72,15 @@ def test_a_deadline_that_moved_back_is_looked_up_again() -> None:
     assert list(watch.pop(2.0)) == []
     assert [(entry.attempt_id, due.at) for entry, due in watch.pop(3.0)] == [(attempt(1), 2.8)]
     assert list(watch.pop(9.0)) == []
+
+
+def test_ended_attempts_are_not_kept_until_their_far_deadlines() -> None:
+    ledger = Ledger(10)
+    watch = DeadlineWatch(ledger, lambda entry, due: None)
+    deadlines = Deadlines(total=1e12)
+    watch.note(ledger.take(a_decode(1, deadlines=deadlines)))
+    for number in range(2, 20_000):
+        watch.note(ledger.take(a_decode(number, deadlines=deadlines)))
+        ledger.close(attempt(number))
+    assert len(watch) < 2048
+    assert [entry.attempt_id for entry, _ in watch.pop(1e12)] == [attempt(1)]
