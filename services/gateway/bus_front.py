@@ -1,8 +1,9 @@
 """The OpenAI API over NATS: `openai.{chat,completions}.{model}`, the same answers as over HTTP.
 
 Request JSON in; one message out, or with stream=true one message per chunk and `[DONE]` at last; errors in OpenAI's
-form with `error.status`. Answers go to the request's reply subject and nowhere else. A caller that unsubscribes in
-mid-stream can't be seen (publishing to nobody raises nothing): its request runs to its own end or deadline.
+form with `error.status`. Answers go to the request's reply subject and nowhere else; without one nothing is done. A
+caller that unsubscribes in mid-stream can't be seen (publishing to nobody raises nothing): its request runs to its own
+end or deadline.
 """
 
 import asyncio
@@ -91,6 +92,8 @@ class BusFront:
         return await self._bus.serve(subject, bytes, partial(self._answer, endpoint, model), queue=QUEUE_GROUP)
 
     async def _answer(self, endpoint: Endpoint, model: str, body: bytes, call: Call) -> None:
+        if not call.reply:
+            return
         request_id = new_request_id()
         caller = Caller(request_id=request_id, label=request_id, received_at=perf_counter(), implied_model=model)
 

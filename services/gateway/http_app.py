@@ -84,9 +84,14 @@ class Routes:
         return _json({"status": "live"})
 
     async def ready(self, _request: web.Request) -> web.Response:
-        """Say whether some model can be asked, and what each has and lacks."""
-        is_ready = bool(self._models.listed()) and not self._answering.is_draining
-        paths = [_path_state(path, self._models.missing(name)) for name, path in sorted(self._models.paths.items())]
+        """Say whether every model of the fleet can be asked, and what each has and lacks.
+
+        One whose workers are all draining is on its way out and keeps nobody waiting.
+        """
+        missing = {name: self._models.missing(name) for name in sorted(self._models.paths)}
+        lacks_some = any(lack and not self._models.paths[name].is_leaving for name, lack in missing.items())
+        is_ready = bool(self._models.listed()) and not lacks_some and not self._answering.is_draining
+        paths = [_path_state(self._models.paths[name], lack) for name, lack in missing.items()]
         state = "draining" if self._answering.is_draining else "ready" if is_ready else "not ready"
         return _json({"status": state, "models": paths}, status=200 if is_ready else 503)
 

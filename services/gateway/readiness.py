@@ -32,6 +32,11 @@ class ModelPath:
         return self.num_routers > 0 and (self.is_disaggregated or self.is_aggregated)
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether all of its workers are draining: nobody means to serve it any more."""
+        return not (self.num_prefill or self.num_decode or self.num_both or self.num_starting)
+
+    @property
     def missing(self) -> str:
         """Say what the path lacks, "" when it is complete."""
         if self.is_complete:
@@ -69,8 +74,8 @@ def _best(model: str, by_digest: dict[str, list[RuntimeConfig]], num_routers: in
 def _path(model: str, digest: str, workers: Sequence[RuntimeConfig], num_routers: int) -> ModelPath:
     ready = [worker for worker in workers if worker.state == "ready"]
     prefill_groups = {worker.compat for worker in ready if worker.role == "prefill"}
-    decode_groups = {worker.compat for worker in ready if worker.role != "prefill"}
     decode = [worker for worker in ready if worker.role == "decode"]
+    decode_groups = {worker.compat for worker in decode}
     num_both = sum(worker.role == "both" for worker in ready)
     lenient = [worker for worker in decode if not worker.is_strict]
     return ModelPath(

@@ -115,3 +115,9 @@ async def test_requests_run_side_by_side(rig: Rig, client: NatsClient) -> None:
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(ask(client, CHAT, {"messages": HI, "max_tokens": 1})) for _ in range(8)]
     assert all(task.result()["choices"][0]["finish_reason"] == "length" for task in asked)
+
+
+async def test_a_request_that_wants_no_answer_generates_nothing(rig: Rig, client: NatsClient) -> None:
+    await client.publish(CHAT, json.dumps({"messages": HI}).encode())
+    await ask(client, CHAT, {"messages": HI})
+    assert len(rig.peer.attempts) == 1

@@ -56,3 +56,16 @@ def test_of_two_digests_the_complete_one_whose_workers_are_newest_serves() -> No
     new = [msgspec.structs.replace(w, model_digest="new", epoch=2) for w in (P, D)]
     assert path(*old, new[0]).digest == "old"
     assert path(*old, *new).digest == "new"
+
+
+def test_a_worker_of_both_roles_is_no_decode_half_of_a_pair() -> None:
+    """The router never hands a prefill worker's KV to it, so the path isn't disaggregated."""
+    found = path(P, BOTH)
+    assert (found.is_complete, found.is_disaggregated, found.is_aggregated) == (True, False, True)
+
+
+def test_a_model_whose_workers_all_drain_is_leaving() -> None:
+    draining = [msgspec.structs.replace(w, state="draining") for w in (P, D)]
+    assert path(*draining).is_leaving
+    assert not path(*draining, BOTH).is_leaving
+    assert not path(*draining, msgspec.structs.replace(BOTH, state="starting")).is_leaving

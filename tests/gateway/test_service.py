@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import nats
 import pytest
 
@@ -53,6 +54,19 @@ async def test_ready_says_what_is_missing_and_chat_says_503(nats_server: NatsSer
             assert (await rig.chat())[0] == 200
         await wait_ready(rig, prefill=0)
         assert (await rig.chat())[0] == 503
+
+
+async def test_ready_means_every_model_but_those_on_their_way_out(nats_server: NatsServer) -> None:
+    half = runtime_config("half", "prefill", model="half")
+    async with open_rig(nats_server, "every", workers=(runtime_config("w", "both"),)) as rig:
+        await wait_served(rig)
+        async with register(rig.fleet_bus, half, lambda: (0, False)) as place:
+            await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 503)
+            lacks = {it["model"]: it["missing"] for it in json.loads((await rig.get("/ready"))[1])["models"]}
+            assert lacks == {MODEL: "", "half": "no decode worker is ready"}
+            assert (await rig.chat())[0] == 200
+            await place.update(msgspec.structs.replace(half, state="draining"))
+            await wait_served(rig)
 
 
 async def test_decode_serves_aggregated_when_prefill_has_gone(nats_server: NatsServer) -> None:
