@@ -1,4 +1,5 @@
-"""The `kv` policy: prefill goes where the first token is expected soonest, decode where the least KV is held. Pure.
+"""The `kv` policy: prefill goes where the first token is expected soonest, decode where it
+lengthens steps least. Pure.
 
 Score of a prefill worker (seconds, least wins): rest of its pass under way + prefill time of (tokens queued there +
 this prompt's uncached tokens) + transfer. estimates.py says where each number comes from. Workers whose scores differ
@@ -29,14 +30,15 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`temperature_s`: a worker e times as unlikely as the best is this much slower (0: always the best).
 
     `links`: how fast KV moves between two workers that share no topology label, one, two …; of `levels`, widest
-    first. `spill`: decode leaves the neighbourhood when it holds so many times what others hold. `num_explained`: how
-    many bids a decision keeps.
+    first. `spill`: decode leaves the neighbourhood when it holds so many times what others hold. `crowding`: see
+    choose_decode. `num_explained`: how many bids a decision keeps.
     """
 
     tie_s: float = 0.001
     temperature_s: float = 0.0
     session_slack_s: float = 0.05
     spill: float = 1.25
+    crowding: float = 0.1
     bytes_per_token: int = 0
     levels: tuple[str, ...] = ("zone", "rack", "host")
     links: tuple[Link, ...] = (Link(),)
@@ -96,7 +98,11 @@ class KvPolicy:
         return self._decide("prefill", bids, standings, prompt.session_worker)
 
     def choose_decode(self, num_tokens: int, standings: Sequence[Standing], source: dict[str, str]) -> Decision:
-        """Return who decodes a prompt of so many tokens: the fewest tokens held, full pools last, among those near.
+        """Return who decodes a prompt of so many tokens, among those near; full pools last.
+
+        Each token held lengthens a step for every request there, so that a prompt of n tokens costs itself the
+        tokens held and the others n each: score = held + `crowding` * requests * n. With crowding 1 that is the sum of
+        all gaps (least mean ITL, a longer tail), with 0 only the newcomer's own.
 
         `source`: the prefill worker's labels.
         """
@@ -133,7 +139,7 @@ class KvPolicy:
         is_full = 0 < standing.capacity_tokens < held + num_tokens
         return Bid(
             worker=standing.worker,
-            score=math.inf if is_full else float(held),
+            score=math.inf if is_full else held + self.settings.crowding * standing.requests * num_tokens,
             held_tokens=held,
             transfer_s=transfer_s(num_tokens, self.settings.bytes_per_token, link),
         )
