@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from schemas.errors import AbortedError, DeadlineError, KvTransferError, KvTransferFailedError
+from schemas.errors import AbortedError, DeadlineError, EngineError, KvTransferError, KvTransferFailedError
 from services.kv.layout import KvRegion
 from services.kv.transfer import BlockIds, Direction, KvTransfer, TransferHandle
 
@@ -78,6 +78,7 @@ class Mover:
         self._block_bytes = 1
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Future[None]
 
     @property
     def transport(self) -> str:
@@ -86,10 +87,15 @@ class Mover:
     async def start(self, region: KvRegion) -> bytes:
         """Start the thread and serve `region`; return the blob by which peers reach it."""
         self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
         self._block_bytes = region.layout.block_bytes
         self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=True)
         self._thread.start()
         return await self._call(lambda: self._transfer.register(region))
+
+    async def join(self) -> None:
+        """Wait until the thread was stopped; raises EngineError when it died instead: nothing will move any more."""
+        await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
         """End the thread; moves without a result get AbortedError. Bounded by the piece under way."""
@@ -184,6 +190,16 @@ class Mover:
     # ---- the transfer thread ----
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as cause:
+            error = EngineError(f"the KV transfer thread died: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            self._tell(self._ended, error)
+        else:
+            self._tell(self._ended, None)
+
+    def _serve(self) -> None:
         gap_s = MIN_POLL_GAP_S
         while True:
             command = self._next_command(gap_s)

@@ -78,6 +78,7 @@ class PagedEngine:
                 self._site = self._make_site(spec, agent, worker, peers, emit, tasks)
                 self._answers = Answers(self._site)
                 tasks.create_task(_forget_what_is_over(self._site), name="handoff-housekeeping")
+                tasks.create_task(self._mover.join(), name="kv-mover")
                 ready(_profile(spec, self._handoff))
                 await self._desk.join()
         finally:

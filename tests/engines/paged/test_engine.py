@@ -77,11 +77,15 @@ class BurningRunner(SimRunner):
         return super().execute(slices)
 
 
-async def run_engine(engine: PagedEngine, emit=lambda events: None):
+async def run_engine(engine: PagedEngine, emit=lambda events: None, link: LocalLink | None = None):
     ready: asyncio.Future[EngineProfile] = asyncio.get_running_loop().create_future()
     run = asyncio.get_running_loop().create_task(
         engine.run(
-            worker=WorkerId("w"), epoch=Epoch(time.time_ns()), peers=LocalLink(), emit=emit, ready=ready.set_result
+            worker=WorkerId("w"),
+            epoch=Epoch(time.time_ns()),
+            peers=link or LocalLink(),
+            emit=emit,
+            ready=ready.set_result,
         )
     )
     await asyncio.wait([run, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -106,6 +110,24 @@ async def test_run_raises_what_loading_raises():
     run = await run_engine(PagedEngine(UnloadableRunner({}), ShmTransfer()))
     with pytest.raises(RequestError, match="no such model"):
         await asyncio.wait_for(run, 5)
+
+
+class BurningTransfer(ShmTransfer):
+    """A library that ends its thread without a word."""
+
+    def poll(self, handle):
+        raise SystemExit
+
+
+async def test_run_raises_when_the_transfer_thread_dies():
+    async with fleet_of("p") as fleet:
+        engine = PagedEngine(SimRunner({"num_blocks": "64"}), BurningTransfer())
+        run = await run_engine(engine, link=fleet.link)
+        request = request_for(prompt(40))
+        fleet["p"].engine.prefill(prefill_leg(request))
+        engine.decode(decode_leg(request, await fleet["p"].ticket(request.attempt_id)))
+        with pytest.raises(EngineError, match="transfer thread died"):
+            await asyncio.wait_for(run, 5)
 
 
 async def test_cancelling_run_in_the_middle_of_handoffs_leaves_no_task_and_no_thread():
