@@ -218,7 +218,7 @@ class DecodeLeg(Leg):
         self.close()
         quarantine = landing is not None
         if self._may_recompute(error):
-            _log.info("recomputing a prompt here: %s", error)
+            _log.warning("recomputing a prompt here: %s", error)  # a warning, because floods of these are capped
             self.site.desk.recompute(self.attempt_id, quarantine=quarantine)
         else:
             self.site.desk.abort(self.attempt_id, error=error.record(), quarantine=quarantine)

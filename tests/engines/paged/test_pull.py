@@ -1,6 +1,7 @@
 """Pull: the disaggregated answer is the aggregated one, it comes from the KV, and nothing stays behind."""
 
 import asyncio
+import logging
 import time
 
 import msgspec
@@ -16,6 +17,7 @@ from schemas.request import Deadlines, StopConditions
 from services.engines.paged.handoff import HandoffOptions
 from services.engines.protocol import EngineEvent
 from services.kv.shm import ShmTransfer
+from services.telemetry import LogConfig, setup_logging
 from tests.engines.paged.fleet import (
     Fleet,
     Host,
@@ -303,6 +305,25 @@ async def test_a_ticket_that_cannot_be_used_is_recomputed_or_failed(policy, wron
             assert await fleet["d"].output(request.attempt_id) == await aggregated(fleet["alone"], request)
             assert fleet["d"].engine.load().num_recomputed_tokens == 40
         await fleet.until_empty()
+
+
+async def test_many_prompts_recomputed_for_one_reason_are_few_lines_in_the_log(capsys):
+    before = logging.getLogger().handlers[:]
+    setup_logging(LogConfig(max_repeats_per_minute=5), service="d")
+    try:
+        async with fleet_of("p", "d", num_blocks="512") as fleet:
+            for number in range(30):
+                request = request_for(prompt(40, salt=number))
+                fleet["p"].engine.prefill(prefill_leg(request))
+                ticket = msgspec.structs.replace(await fleet["p"].ticket(request.attempt_id), layout="other")
+                fleet["d"].engine.decode(decode_leg(request, ticket))
+                await fleet["d"].ended(request.attempt_id)
+            assert fleet["d"].engine.load().num_recomputed_tokens == 30 * 40
+            await fleet.until_empty()
+    finally:
+        logging.getLogger().handlers[:] = before
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("recomputing" in line for line in lines) == len(lines) == 5
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
