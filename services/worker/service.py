@@ -27,6 +27,7 @@ from services.worker.legs import LegDesk
 from services.worker.load import LoadReporter
 from services.worker.outlet import Outlet
 from services.worker.peers import BusPeerLink, PeerWatch, serve_peers
+from services.worker.quarantine import QuarantineWatch
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class _Worker:
         self._profile: asyncio.Future[EngineProfile] = asyncio.get_running_loop().create_future()
         self._desk: LegDesk | None = None
         self._drain = _DrainDesk()
+        self._failure: EngineError | None = None
 
     async def run(self, ready: Callable[[RuntimeConfig], None]) -> None:
         async with open_scope() as scope:
@@ -68,6 +70,8 @@ class _Worker:
             scope.spawn(self._forward_stop(), "stop")
             if await self._drain.unless_asked(self._profile):
                 await self._serve(scope, await self._profile, ready)
+        if self._failure is not None:
+            raise self._failure
 
     async def _run_engine(self) -> None:
         """Run the engine; when it dies, tell all who wait for it before the process goes."""
@@ -86,6 +90,12 @@ class _Worker:
                 await self._outlet.flush()
             raise
 
+    def _worn(self, error: EngineError) -> None:
+        """Let what is held end as in any drain, but leave with an error, so that a supervisor starts us afresh."""
+        logger.error("leaving: %s", error.message)
+        self._failure = error
+        self._drain.begin(None)
+
     async def _forward_stop(self) -> None:
         await self._stop.wait()
         self._drain.begin(None)
@@ -101,6 +111,7 @@ class _Worker:
         await publish_card(self._bus, profile.card)
         for job in (self._outlet, loads, desk.deadlines, desk.stall):
             scope.spawn(job.run(), type(job).__name__)
+        scope.spawn(QuarantineWatch(self._engine.load, self._worn).run(), "quarantine watch")
         groups = await self._subscribe(desk, loads, me)
         async with watch(self._bus) as fleet:
             fleet.on_change(PeerWatch(self._engine, me).on_change)
