@@ -29,6 +29,7 @@ class FleetWatch:
         self._servings: dict[str, Serving] = {}
         self._reasons: set[str] = set()
         self._is_leaving = False
+        self._following = asyncio.Lock()
         self._changed = asyncio.Event()
         self._changed.set()
 
@@ -45,16 +46,18 @@ class FleetWatch:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if not self._is_leaving:
-                await self._follow_models()
+            async with self._following:
+                if not self._is_leaving:
+                    await self._follow_models()
             self._explain()
 
     async def stop_taking(self) -> None:
         """Take no new requests; those received are acked."""
         self._is_leaving = True
-        for serving in list(self._servings.values()):
-            await serving.stop()
-            await serving.wait_idle()
+        async with self._following:
+            for serving in self._servings.values():
+                await serving.stop()
+                await serving.wait_idle()
 
     async def _follow_models(self) -> None:
         models = {record.model for record in self._fleet.all_records.values() if isinstance(record, RuntimeConfig)}
