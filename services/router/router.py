@@ -6,6 +6,7 @@ failing background prefill or a dying worker still reaches both legs.
 
 import asyncio
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from bus.subjects import is_under_inbox, slug
 from schemas.errors import RequestError, UnavailableError
 from schemas.handoff import BootstrapInfo, KvTicket
 from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult
-from schemas.ids import AttemptId, Epoch, WorkerId
+from schemas.ids import ATTEMPT_ID_LENGTH, AttemptId, Epoch, WorkerId
 from schemas.message import decode, encode
 from schemas.request import GenerateRequest
 from schemas.worker import LoadReport, ServiceRecord
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 8192
 LAST_WORDS_S = 0.05
+_ATTEMPT_ID = re.compile(rf"[A-Za-z0-9_-]{{{ATTEMPT_ID_LENGTH}}}")
 
 
 class PrefillRouter:
@@ -74,6 +76,8 @@ class PrefillRouter:
         accepted = AcceptedHop(by=self.id, epoch=self.epoch)
         if self._find(request.attempt_id) is not None:
             return accepted  # a duplicate: it is held
+        if not _ATTEMPT_ID.fullmatch(request.attempt_id):  # engines that abort by prefix would end others' requests
+            raise RequestError(f"attempt_id: {ATTEMPT_ID_LENGTH} of [A-Za-z0-9_-] are wanted", param="attempt_id")
         if call.subject != self._bus.subjects.requests(request.model):
             raise RequestError("the model isn't the subject's", param="model")
         if not is_senders(request.stream.subject, call.reply):

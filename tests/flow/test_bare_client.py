@@ -98,6 +98,9 @@ async def test_what_a_client_may_not_do_is_answered_with_why(server: NatsServer)
             ({"sampling": {"seed": 1, "temperature": 9}}, "temperature"),
             ({"model": "other"}, "model"),
             ({"type": "generate_request.v9"}, "type"),
+            ({"attempt_id": ""}, "attempt_id"),
+            ({"attempt_id": "a" * 21 + "*"}, "attempt_id"),
+            ({"attempt_id": "a" * 100_000}, "attempt_id"),
         ):
             answer = await client.ask(client.request(**wrong))  # type: ignore[arg-type]
             assert (answer["type"], answer["code"]) == ("error.v1", "invalid_request"), wrong
