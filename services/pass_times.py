@@ -24,9 +24,12 @@ class PassTimes:
     def __init__(self) -> None:
         self._moments = np.zeros((3, 3))
         self._target = np.zeros(3)
+        self._num_passes = 0
+        self._cost: PrefillCost | None = None
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A pass of so many prompt tokens, and nothing else of weight, took so long."""
+        self._num_passes, self._cost = self._num_passes + 1, None
         size = num_tokens / SCALE_TOKENS
         features = np.array((1.0, size, size * size))
         self._moments = FORGET * self._moments + np.outer(features, features)
@@ -34,21 +37,27 @@ class PassTimes:
 
     def cost(self) -> PrefillCost | None:
         """Return the fit; never negative anywhere."""
-        weight = self._moments[0, 0]
-        if not weight:
-            return None
+        if self._cost is None and self._num_passes:
+            self._cost = self._fit()
+        return self._cost
+
+    def _fit(self) -> PrefillCost:
         for terms in ((0, 1, 2), (0, 1), (1,)):
             if len(terms) > 1 and self._is_degenerate(len(terms)):
                 continue
             solved = np.linalg.solve(self._moments[np.ix_(terms, terms)], self._target[list(terms)])
             found = dict(zip(terms, solved.tolist(), strict=True))
             if min(found.values()) >= 0.0:
-                return PrefillCost(
-                    base_s=found.get(0, 0.0),
-                    token_s=found.get(1, 0.0) / SCALE_TOKENS,
-                    token2_s=found.get(2, 0.0) / SCALE_TOKENS**2,
-                )
-        return PrefillCost(base_s=float(self._target[0] / weight), token_s=0.0, token2_s=0.0)
+                return self._of(found)
+        return self._of({0: float(self._target[0] / self._moments[0, 0])})
+
+    def _of(self, factors: dict[int, float]) -> PrefillCost:
+        return PrefillCost(
+            num_passes=self._num_passes,
+            base_s=factors.get(0, 0.0),
+            token_s=factors.get(1, 0.0) / SCALE_TOKENS,
+            token2_s=factors.get(2, 0.0) / SCALE_TOKENS**2,
+        )
 
     def _is_degenerate(self, num_terms: int) -> bool:
         """Whether the sizes seen can't tell that many terms apart: the moments' determinant, made free of scale."""

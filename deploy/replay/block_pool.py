@@ -31,6 +31,10 @@ class BlockPool:
         """Blocks that nobody references and that are still known."""
         return len(self._idle)
 
+    def keys(self) -> set[int]:
+        """Return the hashes of all blocks known."""
+        return {*self._held, *self._idle}
+
     def hold_prefix(self, hashes: Sequence[int], max_blocks: int) -> int:
         """Reference the longest cached prefix, at most `max_blocks`; return its length."""
         held, idle = self._held, self._idle

@@ -54,6 +54,11 @@ class RouterSide:
         self._inbox: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
+    @property
+    def num_indexed_blocks(self) -> int:
+        """Blocks that the index knows."""
+        return self._kv.index.num_blocks if self._kv is not None else 0
+
     def tell(self, due: float, message: Callable[[], None]) -> None:
         """A message is on its way to the router."""
         heapq.heappush(self._inbox, (due, next(self._order), message))

@@ -98,6 +98,23 @@ class Simulation:
                 self._advance_decoders(inf)
         return self.outcome
 
+    def check_empty(self) -> None:
+        """Raise AssertionError unless every block and slot is free again: what a finished replay must leave."""
+        for seat in self._seats:
+            worker = seat.worker
+            assert worker.pool.num_available == worker.pool.num_blocks
+            assert not worker.waiting
+            assert not worker.running
+        for decoder in self._decoders:
+            load = decoder.load
+            assert (load.num_blocks, load.num_tokens, load.num_reserved, decoder.num_requests) == (0, 0, 0, 0)
+
+    def index_drift(self) -> int:
+        """Return how many blocks the router's index, once it has heard everything, has too many or too few."""
+        self._router.hear(inf)
+        held = set().union(*(seat.worker.pool.keys() for seat in self._seats))
+        return abs(self._router.num_indexed_blocks - len(held))
+
     def _at(self, when: float, turn: Turn, action: Callable[[float], None]) -> None:
         heapq.heappush(self._agenda, (when, turn, next(self._order), action))
 

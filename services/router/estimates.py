@@ -1,8 +1,8 @@
 """What the `kv` policy believes, each estimate with its source. Pure arithmetic over what workers report.
 
 - Seconds of a prefill pass of n tokens: the worker's own fit of its passes, reported with its load (PrefillCost:
-  base + token * n + token2 * n^2; services/pass_times.py). Quadratic, because attention over a chunk is; facts of a
-  simulated GPU and of the torch engine both fit within a few per cent.
+  base + token * n + token2 * n^2; services/pass_times.py). Quadratic, because attention over a chunk is. A worker that
+  has made few passes is taken for as fast as the one that has made most: guessed too slow, it would never be tried.
 - Tokens in front: the worker's report (queued prompts, less what their router expected to be cached) and this
   router's dispatches that no report has counted yet (loads.py).
 - Rest of the pass under way: its estimated seconds, less its age in the report, less the report's own age.
@@ -17,7 +17,10 @@ from schemas.ids import WorkerId
 from schemas.worker import PrefillCost
 
 DEFAULT_COST = PrefillCost(base_s=0.01, token_s=1e-4, token2_s=0.0)
-"""Of a worker that has computed nothing yet: 10,000 tokens/s. Only order counts, and a fresh worker comes first."""
+"""While nobody has computed anything yet: 10,000 tokens/s. It is the same for all, and only order counts."""
+
+FEW_PASSES = 16
+"""From so many passes on, a worker's own fit counts, not that of the most experienced."""
 
 MAX_CHUNK_TOKENS = 1 << 30
 
@@ -46,6 +49,13 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_s: float = 0.0
     gb_per_s: float = 0.0
+
+
+def settled_cost(own: PrefillCost | None, most_experienced: PrefillCost | None) -> PrefillCost:
+    """Return what to expect of a worker's passes."""
+    if own is not None and own.num_passes >= FEW_PASSES:
+        return own
+    return most_experienced or own or DEFAULT_COST
 
 
 def pass_s(cost: PrefillCost, num_tokens: int) -> float:

@@ -38,7 +38,7 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature_s: float = 0.0
     session_slack_s: float = 0.05
     spill: float = 1.25
-    crowding: float = 0.1
+    crowding: float = 0.05
     bytes_per_token: int = 0
     levels: tuple[str, ...] = ("zone", "rack", "host")
     links: tuple[Link, ...] = (Link(),)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from schemas.ids import WorkerId
+from schemas.worker import PrefillCost
 from services.prefix_hash import BlockHashes
 from services.router.cache_age import CacheAge
 from services.router.candidates import Candidate
-from services.router.estimates import DEFAULT_COST, Standing
+from services.router.estimates import Standing, settled_cost
 from services.router.kv_policy import Decision, KvPolicy, Prompt
 from services.router.prefix_index import PrefixIndex
 from services.router.routed_prefixes import RoutedPrefixes
@@ -53,11 +54,11 @@ class KvRouting:
             overlaps=self.overlaps(hashes),
             session_worker=session_worker,
         )
-        return self._policy.choose_prefill(prompt, [self._standing(one) for one in candidates])
+        return self._policy.choose_prefill(prompt, self._standings(candidates))
 
     def choose_decode(self, num_tokens: int, candidates: Sequence[Candidate], source: dict[str, str]) -> Decision:
         """Return who decodes a prompt of so many tokens; `source`: the labels of the worker that has its KV."""
-        return self._policy.choose_decode(num_tokens, [self._standing(one) for one in candidates], source)
+        return self._policy.choose_decode(num_tokens, self._standings(candidates), source)
 
     def overlaps(self, hashes: BlockHashes) -> dict[WorkerId, int]:
         """Return each worker's leading blocks of a prompt, cached there or on their way."""
@@ -92,13 +93,18 @@ class KvRouting:
         self._routed.forget(worker)
         self._ages.forget(worker)
 
-    def _standing(self, candidate: Candidate) -> Standing:
+    def _standings(self, candidates: Sequence[Candidate]) -> list[Standing]:
+        costs = [one.load.prefill_cost for one in candidates if one.load.prefill_cost is not None]
+        most_experienced = max(costs, key=lambda one: one.num_passes, default=None)
+        return [self._standing(one, most_experienced) for one in candidates]
+
+    def _standing(self, candidate: Candidate, most_experienced: PrefillCost | None) -> Standing:
         config, load = candidate.config, candidate.load
         return Standing(
             worker=config.worker_id,
             queued_tokens=max(0, load.queued_tokens - load.pass_tokens),
             pass_rest_s=load.pass_rest_s,
-            cost=load.prefill_cost or DEFAULT_COST,
+            cost=settled_cost(load.prefill_cost, most_experienced),
             max_batched_tokens=config.max_batched_tokens,
             held_tokens=load.kv_blocks * config.block_size + load.coming_tokens,
             capacity_tokens=config.total_kv_blocks * config.block_size,
