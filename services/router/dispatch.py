@@ -84,6 +84,7 @@ class Dispatcher:
         left = [one for one in candidates if one.config.worker_id not in tried]
         if not left:
             raise CapacityError(f"no {ask.leg} worker has room", phase="queue", retry_after_s=RETRY_AFTER_S)
+        left = [one for one in left if one.config.worker_id not in request.avoid] or left
         picked = self.picker.pick(ask.leg, left)
         if logger.isEnabledFor(logging.DEBUG):
             loads = ", ".join(f"{one.config.worker_id} {one.load}" for one in left)
@@ -118,7 +119,7 @@ class Dispatcher:
     def _hop(self, ask: Ask, request: GenerateRequest, path: Path, config: RuntimeConfig) -> Hop:
         number = self.book.next_number()
         dispatch = Dispatch(router=self._router, epoch=self._epoch, number=number)
-        worker = None if self.picker.is_group else config.worker_id
+        worker = None if self.picker.is_group and not request.avoid else config.worker_id
         message: PrefillRequest | DecodeRequest
         if ask.leg == "prefill":
             message = PrefillRequest(

@@ -76,6 +76,11 @@ class Journey:
         """Whether `run` has returned: from then on there are only late events."""
         return self._way is None
 
+    @property
+    def holder(self) -> WorkerId | None:
+        """The decode worker, once it holds the request."""
+        return self._hops.workers.get("decode") if self.route.stage == "handed_over" else None
+
     def touches(self, worker: WorkerId) -> bool:
         """Return whether a leg was sent to that worker."""
         return worker in self._hops.workers.values()

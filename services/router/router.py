@@ -16,9 +16,9 @@ from bus.connection import Bus
 from bus.deadlines import check_deadlines
 from bus.serving import Call
 from bus.subjects import is_under_inbox, slug
-from schemas.errors import RequestError, UnavailableError
+from schemas.errors import RequestError, StreamBrokenError, UnavailableError
 from schemas.handoff import BootstrapInfo, KvTicket
-from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult
+from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult, Resend
 from schemas.ids import ATTEMPT_ID_LENGTH, AttemptId, Epoch, WorkerId
 from schemas.message import decode, encode
 from schemas.request import GenerateRequest
@@ -105,6 +105,14 @@ class PrefillRouter:
         if journey is not None:
             journey.post(AbortAsked(abort.reason, abort.error))
         return Ok() if call.reply else None
+
+    async def on_resend(self, resend: Resend, call: Call) -> AcceptedHop:
+        """Say who holds an attempt: this router, which has sent nothing that could be missing, or decode. Raises
+        StreamBrokenError when nobody does, as far as is known here."""
+        journey = self._find(resend.attempt_id)
+        if journey is None or journey.route.stage == "ended":
+            raise StreamBrokenError(f"router {self.id} knows no holder of that attempt")
+        return AcceptedHop(by=journey.holder or self.id, epoch=self.epoch)
 
     def on_result(self, subject: str, payload: bytes) -> None:
         """Take a prefill leg's outcome; one that nobody waits for is given back."""

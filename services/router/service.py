@@ -13,7 +13,7 @@ import msgspec
 from bus.connection import Bus
 from bus.discovery import register, watch
 from bus.scope import open_scope
-from schemas.hop import Abort
+from schemas.hop import Abort, Resend
 from schemas.ids import Epoch
 from schemas.worker import ServiceRecord
 from services.config import RouterConfig
@@ -34,6 +34,7 @@ async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, rea
         await bus.listen(bus.subjects.all_loads, router.on_load)
         await bus.listen(router.result_subject, router.on_result)
         await bus.serve(bus.subjects.router(record.id, "abort"), Abort, router.on_abort)
+        await bus.serve(bus.subjects.router(record.id, "resend"), Resend, router.on_resend)
         await bus.announce("router", version("busway"), {"policy": config.policy})
         async with (
             open_scope() as scope,
