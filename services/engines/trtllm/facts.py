@@ -32,7 +32,9 @@ async def kv_capacity(llm: Llm) -> Capacity:
     if found is None:
         async for statistics in llm.get_stats_async(timeout=STATISTICS_TIMEOUT_S):
             cache = statistics.get("kvCacheStats") or {}
-            found = _capacity(cache.get("maxNumBlocks"), cache.get("tokensPerBlock")) or found
+            found = _capacity(cache.get("maxNumBlocks"), cache.get("tokensPerBlock"))
+            if found is not None:
+                break
     if found is None:
         raise EngineError(
             "this release of TensorRT-LLM doesn't say its KV capacity: give the engine argument "
