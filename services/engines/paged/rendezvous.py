@@ -275,7 +275,7 @@ class MeetDecode(DecodeLeg):
                     return
                 continue
             silent_since = None
-            if verdict.error is not None:
+            if verdict.error is not None and not self._landed.done():
                 self.lose(error_from(verdict.error))
                 return
 
@@ -333,7 +333,7 @@ class MeetDecode(DecodeLeg):
             except (*_UNREACHABLE, CapacityError):
                 await asyncio.sleep(RETRY_GAP_S)
                 continue
-            if verdict.is_good:
+            if verdict.is_good or self._landed.done():  # prefill's leg is over once we have taken note
                 return
             if verdict.error is not None:
                 raise error_from(verdict.error)

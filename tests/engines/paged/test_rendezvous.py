@@ -228,6 +228,33 @@ async def test_lost_and_doubled_messages_change_nothing():
         await fleet.until_empty()
 
 
+async def test_a_meeting_asked_again_when_all_has_landed_spoils_nothing():
+    async with fleet_of("alone", "p", "d", options=HandoffOptions(ask_s=0.2)) as fleet:
+        request = request_for(prompt(40))
+        want = await aggregated(fleet["alone"], request)
+        p, room = fleet["p"], room_of(fleet["p"])
+
+        is_asked_again = asyncio.Event()
+
+        async def lose_the_first_answer(worker, message):
+            if isinstance(message, Landed):
+                await is_asked_again.wait()
+            elif isinstance(message, MeetRequest) and fleet.link.count(MeetRequest) == 1:
+                await p.engine.answer(message)
+                return 0
+            elif isinstance(message, MeetRequest):
+                is_asked_again.set()
+                await p.result(request.attempt_id)
+            return 1
+
+        fleet.link.meddle = lose_the_first_answer
+        p.engine.prefill(prefill_leg(request, room))
+        fleet["d"].engine.decode(decode_leg(request, room))
+        assert await fleet["d"].output(request.attempt_id) == want
+        assert fleet["d"].engine.load().num_recomputed_tokens == 0
+        await fleet.until_empty()
+
+
 async def test_a_landed_whose_answer_was_lost_is_answered_again():
     async with fleet_of("p", "d") as fleet:
         request = request_for(prompt(40))
