@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.display import describe
+from deploy.engine_python import move_to_engine
 from deploy.errors import UsageError
 from deploy.failures import in_words
 from deploy.imports import import_bus
@@ -46,6 +47,8 @@ def run_service(resolved: Resolved, service: ServiceName) -> None:
 
     Under `busway serve` the process dies with its launcher.
     """
+    if service == "worker":
+        move_to_engine(resolved.settings)
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
     if launcher:
         die_with_parent(int(launcher))

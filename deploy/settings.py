@@ -5,6 +5,7 @@ One section a struct. TOML has `[gateway] port = 8000`, the environment BUSWAY_G
 """
 
 import difflib
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,8 +144,10 @@ def _convert(section: str, key: str, value: object, origin: str) -> Any:
     try:
         if get_origin(wanted) is dict:
             value = _as_pairs(value)
+        elif get_origin(wanted) is tuple and isinstance(value, str):
+            value = msgspec.json.decode(value) if value.startswith("[") else shlex.split(value)
         return msgspec.convert(value, wanted, strict=False)
-    except (msgspec.DecodeError, SettingsError) as error:
+    except (msgspec.DecodeError, SettingsError, ValueError) as error:
         allowed = f"; allowed: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else ""
         raise SettingsError(f"{section}.{key} = {value!r} (from {origin}): {error}{allowed}") from error
 

@@ -55,9 +55,14 @@ class KvTicket(Message, frozen=True, kw_only=True, omit_defaults=True, tag="kv_t
 
 
 class VllmKvTransferParams(Message, frozen=True, kw_only=True, tag="kv_transfer_params.v1"):
-    """vLLM: the prefill output's kv_transfer_params, whole and untouched."""
+    """vLLM: the prefill output's kv_transfer_params, whole and untouched.
+
+    Worker and epoch say who holds the KV until it is fetched, and can vouch for it.
+    """
 
     kv_transfer_params: msgspec.Raw
+    prefill_worker: WorkerId = WorkerId("")
+    epoch: Epoch = Epoch(0)
 
 
 class TrtllmDisaggregatedParams(Message, frozen=True, kw_only=True, tag="trtllm_disaggregated_params.v1"):

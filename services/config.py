@@ -7,7 +7,7 @@ import msgspec
 
 PolicyName = Literal["round_robin", "least_loaded", "queue"]
 RoleName = Literal["prefill", "decode", "both"]
-EngineName = Literal["torch", "sim"]
+EngineName = Literal["torch", "sim", "vllm", "trtllm"]
 HandoffMode = Literal["pull", "rendezvous"]
 TransferName = Literal["nixl", "shm"]
 
@@ -43,7 +43,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`model` is the served name, `model_path` a folder ("" for the sim engine's built-in model).
 
-    `kv_load_failure`: what decode does when the KV can't be used. `engine_args` go to the engine verbatim.
+    `kv_load_failure`: what decode does when the KV can't be used. `engine_args` go to the engine verbatim;
+    so do `engine_words`, what follows `--` on the command line, to engines that have a command line of their own.
+    `engine_python` is the Python whose packages hold the engine ("": this one, or its venv in the cache).
     `max_waiting`: with so many requests waiting, further ones are answered `busy` (0: 4 x max_num_seqs + 64).
     """
 
@@ -61,3 +63,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_s: float = 60.0
     labels: dict[str, str] = {}
     engine_args: dict[str, str] = {}
+    engine_words: tuple[str, ...] = ()
+    engine_python: str = ""

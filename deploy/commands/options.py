@@ -20,11 +20,20 @@ Namespace = Annotated[str | None, typer.Option("--namespace", help="Prefix of al
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="text or json.")]
 Model = Annotated[str | None, typer.Option("--model", help="A catalogued name, a Hugging Face folder or owner/name.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="torch or sim.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="torch, sim or vllm.")]
 Handoff = Annotated[str | None, typer.Option("--handoff", help="pull (after prefill) or rendezvous (meanwhile).")]
 Transfer = Annotated[str | None, typer.Option("--transfer", help="What moves the KV cache: nixl or shm.")]
 EngineArgs = Annotated[
     list[str] | None, typer.Option("--engine-arg", metavar="KEY=VALUE", help="Given to the engine; repeatable.")
+]
+EngineWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- ENGINE FLAGS]", help="Given to an external engine (vllm) as they are.", show_default=False
+    ),
+]
+EnginePython = Annotated[
+    str | None, typer.Option("--engine-python", help="Python of the engine's own environment, with busway in it.")
 ]
 Policy = Annotated[str | None, typer.Option("--policy", help="round_robin, least_loaded or queue.")]
 Host = Annotated[str | None, typer.Option("--host", help="Address the gateway listens on.")]

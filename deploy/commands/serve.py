@@ -16,6 +16,7 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 
 
 def serve(
+    engine_words: options.EngineWords = None,
     model: options.Model = None,
     engine: options.Engine = None,
     prefill: Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers (1).")] = None,
@@ -27,6 +28,7 @@ def serve(
     port: options.Port = None,
     nats_url: options.NatsUrl = None,
     engine_arg: options.EngineArgs = None,
+    engine_python: options.EnginePython = None,
     transfer: options.Transfer = None,
     strict: options.Strict = None,
     namespace: options.Namespace = None,
@@ -41,6 +43,7 @@ def serve(
     flags["router"] = {"policy": policy, "is_strict": strict}
     flags["worker"] = {"engine": engine, "model": model, "handoff": handoff, "transfer": transfer}
     flags["worker"] |= {"engine_args": engine_arg, "is_strict": strict}
+    flags["worker"] |= {"engine_words": engine_words or None, "engine_python": engine_python}
     resolved = _ready_to_serve(settle(config, flags, find_stack=False))
 
     import asyncio

@@ -46,11 +46,13 @@ def router(
 
 
 def worker(
+    engine_words: options.EngineWords = None,
     role: Role = None,
     engine: options.Engine = None,
     model: options.Model = None,
     handoff: options.Handoff = None,
     engine_arg: options.EngineArgs = None,
+    engine_python: options.EnginePython = None,
     transfer: options.Transfer = None,
     id: Id = None,
     strict: options.Strict = None,
@@ -64,6 +66,7 @@ def worker(
     flags = shared(nats_url=nats_url, namespace=namespace, log_level=log_level, log_format=log_format)
     mine: dict[str, object] = {"role": role, "engine": engine, "model": model, "handoff": handoff}
     mine |= {"engine_args": engine_arg, "transfer": transfer, "id": id, "is_strict": strict}
+    mine |= {"engine_words": engine_words or None, "engine_python": engine_python}
     _run("worker", config, flags | {"worker": mine})
 
 

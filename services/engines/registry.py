@@ -22,8 +22,20 @@ def make_engine(config: WorkerConfig, *, is_one_host: bool = False) -> Engine:
     rest go to the runner. Raises RequestError naming an argument that isn't known or can't be, ModuleNotFoundError
     saying what to install.
     """
+    if config.engine == "trtllm":
+        from services.engines.trtllm.make import make_trtllm_engine
+
+        return make_trtllm_engine(config)
     if is_one_host and config.transfer == "nixl":
         _keep_ucx_to_loopback()
+    if config.engine == "vllm":
+        from services.engines.vllm.factory import make_vllm
+
+        return make_vllm(config, is_one_host=is_one_host)
+    if config.engine_words:
+        words = " ".join(config.engine_words)
+        message = f"the {config.engine} engine takes --engine-arg KEY=VALUE, not {words!r}"
+        raise RequestError(message, param="engine_words")
     ours = {key: value for key, value in config.engine_args.items() if key in _HANDOFF_ARGS}
     theirs = {key: value for key, value in config.engine_args.items() if key not in _HANDOFF_ARGS}
     options = _options(config, ours)

@@ -1,0 +1,70 @@
+"""Which Python a worker's engine lives in. External engines pin half of the package index: each has a venv of its own,
+busway installed beside it (deploy/engines/install.sh), and the worker's process moves there before it does anything.
+"""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from deploy.errors import UsageError
+from deploy.models.cache import models_root
+from deploy.settings import Settings, environment_of
+from services.config import WorkerConfig
+from services.engines import vllm
+
+
+class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """The packages that are this engine, any of them, and the versions whose venvs are looked for, best first."""
+
+    packages: tuple[str, ...]
+    versions: tuple[str, ...]
+
+
+EXTERNAL: dict[str, ExternalEngine] = {
+    "vllm": ExternalEngine(packages=vllm.PACKAGES, versions=vllm.TESTED_VERSIONS),
+}
+
+
+def move_to_engine(settings: Settings) -> None:
+    """Become the same worker in its engine's Python, when that isn't this one; returns otherwise.
+
+    The process stays the same (exec), all settings go with it by the environment.
+    """
+    python = engine_python(settings.worker)
+    if python is None or _prefix_of(python) == Path(sys.prefix).resolve():
+        return
+    words = [str(python), "-m", "deploy.child_main", "worker", settings.worker.id or settings.worker.role]
+    os.execve(python, words, os.environ | environment_of(settings))
+
+
+def engine_python(config: WorkerConfig) -> Path | None:
+    """Return the Python that was asked for, or the cached venv of an engine that isn't installed here.
+
+    Raises UsageError when the one asked for isn't there.
+    """
+    if config.engine_python:
+        python = Path(config.engine_python).expanduser()
+        if not os.access(python, os.X_OK):
+            raise UsageError(f"worker.engine_python: there is no program {python}")
+        return python.absolute()
+    engine = EXTERNAL.get(config.engine)
+    if engine is None or any(map(_is_installed, engine.packages)):
+        return None
+    venvs = (models_root().parent / "engines" / f"{config.engine}-{number}" for number in engine.versions)
+    return next((python for venv in venvs if (python := venv / "bin" / "python").exists()), None)
+
+
+def _prefix_of(python: Path) -> Path:
+    """Return the venv of a Python: its own link is not followed, that leads to the system's."""
+    return python.parent.parent.resolve()
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True

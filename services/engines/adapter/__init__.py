@@ -1,0 +1,1 @@
+"""What the adapters of external engines (vLLM, SGLang, TensorRT-LLM) share. Knows none of them."""

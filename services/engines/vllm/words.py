@@ -1,0 +1,105 @@
+"""The words of vLLM: what the adapter's parts tell one another of its engine core, without importing vLLM."""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.errors import BuswayError
+from schemas.frames import TokenLogprobs
+
+NIXL_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+
+Finish = Literal["stop", "length", "abort", "error", "repetition", "poisoned"]
+
+
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start an engine core: its own command-line `words`, and what busway decides for it.
+
+    `kv_role` None: no connector unless the words name one. `side_channel_host` and `_port` are where its NIXL
+    handshake listens, unless the environment says so.
+    """
+
+    model_path: str
+    words: tuple[str, ...]
+    kv_role: Literal["kv_producer", "kv_consumer"] | None
+    kv_load_failure: Literal["recompute", "fail"]
+    lease_s: float
+    side_channel_host: str
+
+
+class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine core says of itself. `handshake` is what both sides of a transfer must share, in the
+    connector's own digest ("" without one); `lease_s` the connector's; `num_blocks` leaves out vLLM's null block."""
+
+    version: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_context_tokens: int
+    kv_dtype: str
+    kv_bytes_per_token: int
+    tp_size: int
+    pp_size: int
+    connector: str
+    handshake: str
+    lease_s: float
+    has_priorities: bool
+
+    @property
+    def is_nixl(self) -> bool:
+        """Whether its connector is one of NIXL's: those return kv_transfer_params for every prefill."""
+        return self.connector in NIXL_CONNECTORS
+
+
+class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the engine core gets it. `sampling` are SamplingParams' arguments."""
+
+    id: str
+    token_ids: list[int]
+    sampling: dict[str, object]
+    cache_salt: str = ""
+    priority: int = 0
+    kv_transfer_params: dict[str, object] | None = None
+    is_unproven: bool = False
+
+
+class PromptStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt's KV came from, in tokens (vllm/v1/metrics/stats.py PrefillStats: the source of its counter
+    vllm:prompt_tokens_by_source_total), and seconds from queued to scheduled, and from there to the first token."""
+
+    computed: int
+    local_cache: int
+    external: int
+    queue_s: float
+    prefill_s: float
+
+
+class CoreOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step made of one request. `error`: the engine wouldn't even take it."""
+
+    id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: Finish | None = None
+    kv_transfer_params: dict[str, object] | None = None
+    prompt: PromptStats | None = None
+    error: BuswayError | None = None
+
+
+class CoreGauges(msgspec.Struct, frozen=True, kw_only=True):
+    """The core's own numbers after a step. `num_delayed`: finished requests whose blocks wait for a peer."""
+
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    num_delayed: int = 0
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All of one step: outputs, requests whose delayed blocks became free, leases that ran out, bytes that came."""
+
+    outputs: tuple[CoreOutput, ...]
+    freed: tuple[str, ...]
+    num_expired: int
+    num_bytes: int
+    gauges: CoreGauges

@@ -1,0 +1,95 @@
+"""The engines that pass the suite, and how a worker of each is started here."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.engine_python import engine_python
+from services.config import WorkerConfig
+
+
+class EngineCase(msgspec.Struct, frozen=True, kw_only=True):
+    """`flags` follow `busway worker`; `start_s` bounds the start on a busy machine; `num_recomputed`: prompt tokens
+    that decode always computes itself (vLLM runs the last one again for its logits). `block_size` is as in `flags`."""
+
+    name: str
+    engine: str
+    flags: tuple[str, ...]
+    block_size: int
+    backend: str
+    environ: Mapping[str, str] = msgspec.field(default_factory=dict)
+    handoff: str = "pull"
+    needs_model: bool = True
+    start_s: float = 60.0
+    num_recomputed: int = 0
+
+    def why_not(self) -> str:
+        """Return why this engine can't run here, or ""."""
+        if self.engine in ("sim", "torch"):
+            return ""
+        found = engine_python(WorkerConfig(engine=self.engine))  # type: ignore[arg-type]
+        return "" if found else f"no environment for {self.engine}: run deploy/engines/install.sh {self.engine}"
+
+
+TORCH = ("--engine-arg", "dtype=float32", "--engine-arg", "threads=1", "--engine-arg", "block_size=16")
+VLLM = (
+    *("--", "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"),
+    *("--max-num-seqs", "32"),
+)
+VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+SIM = EngineCase(name="sim", engine="sim", backend="sim", flags=(), block_size=16, needs_model=False)
+CASES = (
+    SIM,
+    EngineCase(
+        name="sim-rendezvous",
+        engine="sim",
+        backend="sim",
+        flags=("--handoff", "rendezvous"),
+        block_size=16,
+        handoff="rendezvous",
+        needs_model=False,
+    ),
+    EngineCase(name="torch", engine="torch", backend="torch", flags=TORCH, block_size=16),
+    EngineCase(
+        name="torch-rendezvous",
+        engine="torch",
+        backend="torch",
+        flags=("--handoff", "rendezvous", *TORCH),
+        block_size=16,
+        handoff="rendezvous",
+    ),
+    EngineCase(
+        name="vllm",
+        engine="vllm",
+        backend="vllm",
+        flags=VLLM,
+        environ=VLLM_CPU,
+        block_size=32,
+        start_s=300.0,
+        num_recomputed=1,
+    ),
+)
+
+
+def environment(case: EngineCase, runtime_dir: Path) -> dict[str, str]:
+    """Return a worker's environment: one thread each, none of the caller's busway settings but the cache."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("BUSWAY_") or name == "BUSWAY_CACHE"
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(runtime_dir)} | dict(case.environ)
+
+
+def params() -> list[object]:
+    """Return the cases as pytest parameters; external engines carry the marker conformance_{engine}."""
+    return [
+        pytest.param(case, id=case.name, marks=() if case.engine in ("sim", "torch") else _marks(case))
+        for case in CASES
+    ]
+
+
+def _marks(case: EngineCase) -> tuple[pytest.MarkDecorator, ...]:
+    return (getattr(pytest.mark, f"conformance_{case.engine}"), pytest.mark.timeout(600))

@@ -1,0 +1,81 @@
+"""What comes out: a disaggregated completion is the aggregated one, token for token, counted once."""
+
+import asyncio
+
+import pytest
+
+from schemas.frames import Finished
+from schemas.hop import PrefillEnded
+from schemas.request import Sampling
+from tests.conformance.pair import Desk
+from tests.conformance.prompts import prompt
+
+
+async def test_greedy_ids_equal_the_aggregated_ones_at_every_block_boundary(desk: Desk) -> None:
+    block = desk.pair.case.block_size
+    for length in (1, block - 1, block, block + 1, 2 * block, 5 * block + 3):
+        request = desk.request(prompt(length, salt=length), 12)
+        got, alone = await desk.disaggregated(request), await desk.aggregated(request)
+        assert got.ids == alone.ids, f"{length} tokens"
+        assert got.finished.reason == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+async def test_the_first_token_is_counted_once(desk: Desk, max_tokens: int) -> None:
+    request = desk.request(prompt(40, salt=max_tokens), max_tokens)
+    got, alone = await desk.disaggregated(request), await desk.aggregated(request)
+    assert got.ids == alone.ids
+    assert len(got.ids) == max_tokens
+    if isinstance(got.end, PrefillEnded):
+        assert max_tokens == 1
+        assert got.end.reason == "length"
+    else:
+        assert got.finished.usage.completion_tokens == max_tokens
+        assert got.finished.usage.prompt_tokens == 40
+
+
+async def test_a_stop_id_drawn_in_prefill_ends_the_request_and_frees_its_kv(desk: Desk) -> None:
+    ids = prompt(50, salt=3)
+    first = (await desk.aggregated(desk.request(ids, 1))).ids[0]
+    got = await desk.disaggregated(desk.request(ids, 8, stop_token_ids=(first,)))
+    assert got.ids == [first]
+    assert isinstance(got.end, Finished | PrefillEnded)
+    assert got.end.reason == "stop"
+    await desk.until_free(3.0)
+
+
+async def test_a_stop_id_is_not_drawn_before_min_tokens_on_either_leg(desk: Desk) -> None:
+    ids = prompt(50, salt=3)
+    first = (await desk.aggregated(desk.request(ids, 1))).ids[0]
+    request = desk.request(ids, 6, stop_token_ids=(first,), min_tokens=3)
+    got, alone = await desk.disaggregated(request), await desk.aggregated(request)
+    assert got.ids == alone.ids
+    assert first not in got.ids[:3]
+    assert len(got.ids) >= 3
+
+
+async def test_logprobs_come_for_every_token_and_are_the_aggregated_ones(desk: Desk) -> None:
+    for max_tokens in (1, 5):
+        request = desk.request(prompt(37, salt=11), max_tokens, num_logprobs=2)
+        got, alone = await desk.disaggregated(request), await desk.aggregated(request)
+        assert len(got.logprobs) == len(alone.logprobs) == max_tokens
+        for (one, top), (other, other_top) in zip(got.logprobs, alone.logprobs, strict=True):
+            assert one == pytest.approx(other, abs=1e-3)
+            assert one <= 0.0
+            assert [token for token, _ in top] == [token for token, _ in other_top]
+            assert len(top) == 2
+
+
+async def test_a_seeded_completion_is_the_aggregated_one(desk: Desk) -> None:
+    sampling = Sampling(seed=42, temperature=0.8, top_p=0.9, top_k=50, is_user_seeded=True)
+    request = desk.request(prompt(33, salt=4), 10, sampling=sampling)
+    got, alone = await desk.disaggregated(request), await desk.aggregated(request)
+    assert got.ids == alone.ids
+
+
+async def test_thirty_two_at_once_give_their_own_completions(desk: Desk) -> None:
+    requests = [desk.request(prompt(8 + 5 * number, salt=number), 3 + number % 5) for number in range(32)]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(desk.disaggregated(request)) for request in requests]
+    for request, task in zip(requests, running, strict=True):
+        assert task.result().ids == (await desk.aggregated(request)).ids

@@ -1,0 +1,35 @@
+"""A Llama with random weights, small enough that an engine starts in seconds, and the sim model's tokenizer."""
+
+import json
+from pathlib import Path
+
+from services.engines.sim.card import builtin_card
+
+NUM_LAYERS = 2
+
+
+def write_tiny_llama(folder: Path) -> Path:
+    """Write a model folder: float32, wide enough weights that greedy ids vary and rarely tie."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    card = builtin_card()
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=card.vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.4,
+        eos_token_id=list(card.eos_token_ids),
+        bos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(card.tokenizer_json)
+    settings = {"chat_template": card.chat_template, "eos_token": card.eos_token, "bos_token": card.bos_token}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
