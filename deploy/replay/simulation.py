@@ -77,9 +77,9 @@ class Simulation:
     def __init__(self, scene: Scene) -> None:
         self.outcome = Outcome()
         self._scene = scene
-        configs = [_config(scene.size, "prefill", number) for number in range(scene.num_prefill)]
+        configs = [config_of(scene.size, "prefill", number) for number in range(scene.num_prefill)]
         self._seats = [_Seat(PrefillWorker(scene.size, scene.timing), one.worker_id) for one in configs]
-        decoders = [_config(scene.size, "decode", number) for number in range(scene.num_decode)]
+        decoders = [config_of(scene.size, "decode", number) for number in range(scene.num_decode)]
         self._decoders = [self._decoder(number) for number in range(scene.num_decode)]
         self._highest_at_decode = [0] * scene.num_decode
         self._router = RouterSide(scene.router, configs, decoders, self.outcome)
@@ -255,7 +255,8 @@ class Simulation:
         )
 
 
-def _config(size: EngineSize, role: Role, number: int) -> RuntimeConfig:
+def config_of(size: EngineSize, role: Role, number: int) -> RuntimeConfig:
+    """Return what a modelled worker would say of itself."""
     return RuntimeConfig(
         worker_id=WorkerId(f"{role}-{number}"),
         epoch=Epoch(1),

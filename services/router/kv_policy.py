@@ -10,6 +10,7 @@ A choice is one of three: the best, a draw around it (`temperature_s`, so that r
 own worker if that costs at most `session_slack_s`.
 """
 
+import heapq
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -94,8 +95,18 @@ class KvPolicy:
     def choose_prefill(self, prompt: Prompt, standings: Sequence[Standing], nearest: Link | None = None) -> Decision:
         """Return who computes the prompt; `standings` isn't empty. `nearest`: the link to where decode may be."""
         link = nearest or self.settings.links[0]
-        bids = [self._prefill_bid(prompt, one, link) for one in standings]
-        return self._decide("prefill", bids, standings, prompt.session_worker)
+        move_s = transfer_s(prompt.num_tokens, self.settings.bytes_per_token, link)
+        scores = [one.pass_rest_s + _work_s(prompt, one) + move_s for one in standings]
+        index, why = self._pick("prefill", scores, standings, prompt.session_worker)
+        shown = self._shown(index, scores)
+        return Decision(
+            leg="prefill",
+            worker=standings[index].worker,
+            why=why,
+            bids=tuple(_prefill_bid(prompt, standings[one], scores[one], move_s) for one in shown),
+            num_candidates=len(standings),
+            best_overlap_tokens=max((_cached(prompt, one) for one in prompt.overlaps), default=0),
+        )
 
     def choose_decode(self, num_tokens: int, standings: Sequence[Standing], source: dict[str, str]) -> Decision:
         """Return who decodes a prompt of so many tokens, among those near; full pools last.
@@ -107,77 +118,87 @@ class KvPolicy:
         `source`: the prefill worker's labels.
         """
         near = near_enough(standings, source, self.settings.levels, self.settings.spill)
-        bids = [self._decode_bid(num_tokens, one, self.link(source, one.labels)) for one in near]
-        return self._decide("decode", bids, near, None)
+        scores = [self._decode_score(num_tokens, one) for one in near]
+        index, why = self._pick("decode", scores, near, None)
+        return Decision(
+            leg="decode",
+            worker=near[index].worker,
+            why=why,
+            bids=tuple(
+                self._decode_bid(num_tokens, near[one], scores[one], source) for one in self._shown(index, scores)
+            ),
+            num_candidates=len(near),
+        )
 
     def link(self, one: dict[str, str], other: dict[str, str]) -> Link:
         """Return how fast KV moves between two workers with these labels."""
         links = self.settings.links
         return links[min(nearness(one, other, self.settings.levels), len(links) - 1)]
 
-    def _prefill_bid(self, prompt: Prompt, standing: Standing, link: Link) -> Bid:
-        cached = 0
-        overlap = prompt.overlaps.get(standing.worker, 0)
-        if overlap:
-            cached = cached_tokens(overlap, prompt.block_size, prompt.num_tokens)
-        uncached = prompt.num_tokens - cached
-        work_s = prefill_s(standing.cost, standing.queued_tokens + uncached, standing.max_batched_tokens)
-        move_s = transfer_s(prompt.num_tokens, self.settings.bytes_per_token, link)
-        return Bid(
-            worker=standing.worker,
-            score=standing.pass_rest_s + work_s + move_s,
-            cached_tokens=cached,
-            uncached_tokens=uncached,
-            queued_tokens=standing.queued_tokens,
-            pass_rest_s=standing.pass_rest_s,
-            prefill_s=work_s,
-            transfer_s=move_s,
-        )
-
-    def _decode_bid(self, num_tokens: int, standing: Standing, link: Link) -> Bid:
+    def _decode_score(self, num_tokens: int, standing: Standing) -> float:
         held = standing.held_tokens
-        is_full = 0 < standing.capacity_tokens < held + num_tokens
+        if 0 < standing.capacity_tokens < held + num_tokens:
+            return math.inf
+        return held + self.settings.crowding * standing.requests * num_tokens
+
+    def _decode_bid(self, num_tokens: int, standing: Standing, score: float, source: dict[str, str]) -> Bid:
+        link = self.link(source, standing.labels)
         return Bid(
             worker=standing.worker,
-            score=math.inf if is_full else held + self.settings.crowding * standing.requests * num_tokens,
-            held_tokens=held,
+            score=score,
+            held_tokens=standing.held_tokens,
             transfer_s=transfer_s(num_tokens, self.settings.bytes_per_token, link),
         )
 
-    def _decide(
-        self, leg: Leg, bids: list[Bid], standings: Sequence[Standing], session_worker: WorkerId | None
-    ) -> Decision:
-        index, why = self._pick(leg, bids, standings, session_worker)
-        best_first = sorted(range(len(bids)), key=lambda one: bids[one].score)[: self.settings.num_explained]
-        if index not in best_first:
-            best_first = [index, *best_first]
-        return Decision(
-            leg=leg,
-            worker=bids[index].worker,
-            why=why,
-            bids=tuple(bids[one] for one in best_first),
-            num_candidates=len(bids),
-            best_overlap_tokens=max(one.cached_tokens for one in bids),
-        )
+    def _shown(self, index: int, scores: list[float]) -> list[int]:
+        """Return whose bids a decision keeps: the best, and in any case the chosen one."""
+        best = heapq.nsmallest(self.settings.num_explained, range(len(scores)), key=scores.__getitem__)
+        return best if index in best else [index, *best]
 
     def _pick(
-        self, leg: Leg, bids: list[Bid], standings: Sequence[Standing], session_worker: WorkerId | None
+        self, leg: Leg, scores: list[float], standings: Sequence[Standing], session_worker: WorkerId | None
     ) -> tuple[int, Why]:
         settings = self.settings
-        if len(bids) == 1:
+        if len(scores) == 1:
             return 0, "only candidate"
-        best = min(bid.score for bid in bids)
-        for index, bid in enumerate(bids):
-            if bid.worker == session_worker and bid.score <= best + settings.session_slack_s:
-                return index, "session"
+        best = min(scores)
+        if session_worker is not None:
+            for index, one in enumerate(standings):
+                if one.worker == session_worker and scores[index] <= best + settings.session_slack_s:
+                    return index, "session"
         if leg == "prefill" and settings.temperature_s > 0:
-            return draw([bid.score for bid in bids], settings.temperature_s, self._rng), "drawn"
+            return draw(scores, settings.temperature_s, self._rng), "drawn"
         slack = settings.tie_s if leg == "prefill" else 0.0
-        equals = [index for index, bid in enumerate(bids) if bid.score <= best + slack]
+        equals = [index for index, score in enumerate(scores) if score <= best + slack]
         if len(equals) == 1:
             return equals[0], "best estimate"
-        oldest = min(equals, key=lambda one: (standings[one].oldest_at, standings[one].requests, bids[one].score))
+        oldest = min(equals, key=lambda one: (standings[one].oldest_at, standings[one].requests, scores[one]))
         return oldest, "oldest cache of equals" if leg == "prefill" else "fewest requests of equals"
+
+
+def _cached(prompt: Prompt, worker: WorkerId) -> int:
+    overlap = prompt.overlaps.get(worker, 0)
+    return cached_tokens(overlap, prompt.block_size, prompt.num_tokens) if overlap else 0
+
+
+def _work_s(prompt: Prompt, standing: Standing) -> float:
+    """Return the seconds to compute what is queued on a worker and then the prompt."""
+    num_tokens = standing.queued_tokens + prompt.num_tokens - _cached(prompt, standing.worker)
+    return prefill_s(standing.cost, num_tokens, standing.max_batched_tokens)
+
+
+def _prefill_bid(prompt: Prompt, standing: Standing, score: float, move_s: float) -> Bid:
+    cached = _cached(prompt, standing.worker)
+    return Bid(
+        worker=standing.worker,
+        score=score,
+        cached_tokens=cached,
+        uncached_tokens=prompt.num_tokens - cached,
+        queued_tokens=standing.queued_tokens,
+        pass_rest_s=standing.pass_rest_s,
+        prefill_s=_work_s(prompt, standing),
+        transfer_s=move_s,
+    )
 
 
 def draw(scores: Sequence[float], temperature: float, rng: random.Random) -> int:

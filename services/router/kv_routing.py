@@ -3,6 +3,7 @@ clock; the live router and the replay drive the same class.
 """
 
 from collections.abc import Sequence
+from operator import is_
 
 import msgspec
 
@@ -37,6 +38,7 @@ class KvRouting:
         self._policy = policy
         self._routed = RoutedPrefixes(min(memory.max_blocks, ROUTED_BLOCKS), ttl_s=memory.routed_ttl_s)
         self._ages = CacheAge()
+        self._known: dict[WorkerId, tuple[tuple[object, ...], Standing]] = {}
 
     def choose_prefill(
         self,
@@ -91,6 +93,7 @@ class KvRouting:
         """The worker is gone."""
         self.index.forget(worker)
         self._routed.forget(worker)
+        self._known.pop(worker, None)
         self._ages.forget(worker)
 
     def _standings(self, candidates: Sequence[Candidate]) -> list[Standing]:
@@ -99,8 +102,14 @@ class KvRouting:
         return [self._standing(one, most_experienced) for one in candidates]
 
     def _standing(self, candidate: Candidate, most_experienced: PrefillCost | None) -> Standing:
+        """A standing that only its load changes is made once per load: the book hands out the same one until then."""
         config, load = candidate.config, candidate.load
-        return Standing(
+        oldest_at = self._ages.oldest_at(config.worker_id)
+        key = (load, config, oldest_at, most_experienced)
+        known = self._known.get(config.worker_id)
+        if known is not None and all(map(is_, known[0], key)):
+            return known[1]
+        standing = Standing(
             worker=config.worker_id,
             queued_tokens=max(0, load.queued_tokens - load.pass_tokens),
             pass_rest_s=load.pass_rest_s,
@@ -109,6 +118,8 @@ class KvRouting:
             held_tokens=load.kv_blocks * config.block_size + load.coming_tokens,
             capacity_tokens=config.total_kv_blocks * config.block_size,
             requests=load.requests,
-            oldest_at=self._ages.oldest_at(config.worker_id),
+            oldest_at=oldest_at,
             labels=config.labels,
         )
+        self._known[config.worker_id] = (key, standing)
+        return standing

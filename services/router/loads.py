@@ -42,6 +42,10 @@ class _Entry(msgspec.Struct):
     reported_at: float = 0.0
     uncounted: dict[int, Uncounted] = {}
     is_suspect: bool = False
+    steady: WorkerLoad | None = None
+
+
+_NOTHING = _Entry()
 
 
 class LoadBook:
@@ -59,22 +63,22 @@ class LoadBook:
 
     def add(self, worker: WorkerId, number: int, num_tokens: int, now: float, *, kv_tokens: int = 0) -> None:
         """Count a dispatch until a report of that worker does: tokens to compute, and tokens its KV will hold."""
-        entry = self._entries.setdefault(worker, _Entry())
+        entry = self._changed(worker)
         if number > self._counted(entry):
             entry.uncounted[number] = Uncounted(num_tokens=num_tokens, kv_tokens=kv_tokens, sent_at=now)
 
     def give_back(self, worker: WorkerId, number: int) -> None:
         """The worker never held that dispatch."""
         if worker in self._entries:
-            self._entries[worker].uncounted.pop(number, None)
+            self._changed(worker).uncounted.pop(number, None)
 
     def suspect(self, worker: WorkerId) -> None:
         """The worker let a hop's second pass in silence: avoid it until it reports again."""
-        self._entries.setdefault(worker, _Entry()).is_suspect = True
+        self._changed(worker).is_suspect = True
 
     def report(self, report: LoadReport, now: float = 0.0) -> None:
         """Take a worker's report; one of an older epoch than its last is dropped, a newer one starts afresh."""
-        entry = self._entries.setdefault(report.worker_id, _Entry())
+        entry = self._changed(report.worker_id)
         if entry.report is not None and report.epoch < entry.report.epoch:
             return
         entry.report, entry.reported_at = report, now
@@ -88,7 +92,15 @@ class LoadBook:
 
     def load(self, worker: WorkerId, now: float) -> WorkerLoad:
         """Return what that worker has to do."""
-        entry = self._entries.get(worker, _Entry())
+        entry = self._entries.get(worker, _NOTHING)
+        if entry.steady is not None:
+            return entry.steady
+        load = self._load(entry, now)
+        if entry is not _NOTHING and not entry.uncounted and not load.pass_tokens:
+            entry.steady = load  # time doesn't change it
+        return load
+
+    def _load(self, entry: _Entry, now: float) -> WorkerLoad:
         fresh = [one for one in entry.uncounted.values() if now - one.sent_at < UNCOUNTED_LIMIT_S]
         num_tokens = sum(one.num_tokens for one in fresh)
         coming = sum(one.kv_tokens for one in fresh)
@@ -112,6 +124,11 @@ class LoadBook:
             kv_blocks=report.kv_blocks_used,
             coming_tokens=coming,
         )
+
+    def _changed(self, worker: WorkerId) -> _Entry:
+        entry = self._entries.setdefault(worker, _Entry())
+        entry.steady = None
+        return entry
 
     def _counted(self, entry: _Entry) -> int:
         return entry.report.dispatched.get(self._epoch_key, 0) if entry.report else 0
