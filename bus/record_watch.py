@@ -106,7 +106,8 @@ class RecordWatch:
         elif "KV-Operation" in headers:
             self._sink.delete(key)
         else:
-            self._keys.add(key)
+            if not self._is_complete.is_set():
+                self._keys.add(key)
             record = parse_record(msg.data)
             if record is None:
                 logger.warning("record %s can't be read: a newer release's?", key)
@@ -133,7 +134,7 @@ async def keep_watching(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event)
             try:
                 await _watch_once(bus, sink, has_snapshot, has_reconnected)
             except BusUnavailableError as error:
-                logger.info("watching anew: %s", error.message)
+                logger.warning("watching anew: %s", error.message)  # several a second: floods of warnings are capped
                 await asyncio.sleep(RETRY_AFTER_S)
     finally:
         forget()
