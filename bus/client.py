@@ -1,28 +1,37 @@
 """The client library: one end of a request, for the gateway and for any Python program alike. Step 1 of the walk.
 
-It sends a GenerateRequest, hears its frames on this client's one stream subject, supervises its deadlines, and aborts
-it wherever it is held when the caller loses interest. Knows nothing of text, HTTP or engines.
-
-An attempt whose ack doesn't come in time is closed and sent again under a new id; whoever still speaks up for the old
-one is answered by an abort. bus.flight says when silence ends a stream.
+It sends a GenerateRequest, hears its frames on this client's one stream subject, and carries out what the request's
+life (bus.life) says: send, ask for a resend, send anew elsewhere, abort. Knows nothing of text, HTTP or engines.
 """
 
-import asyncio
 import logging
-import random
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator
-
-import msgspec
+from collections.abc import AsyncGenerator, Callable, Set
+from typing import Literal
 
 from bus.connection import Bus
-from bus.deadlines import check_deadlines, next_due
-from bus.flight import Flight, Patience
+from bus.flight import Flight, Order
+from bus.life import DEFAULT_PATIENCE, Life
+from bus.life_events import (
+    AbortAt,
+    Acked,
+    AskResend,
+    FrameCame,
+    Holder,
+    HolderLeft,
+    LossNoticed,
+    NotTaken,
+    Reconnected,
+    ResendAgreed,
+    ResendFailed,
+    Send,
+)
+from bus.patience import Patience
+from bus.strays import Strays
 from bus.subscriptions import PENDING_MESSAGES_LIMIT
-from schemas.errors import AckTimeoutError, BusUnavailableError, BuswayError, CapacityError
-from schemas.frames import Accepted, Decoding, Frame, Prefilling, decode_frames
-from schemas.hop import Abort, AcceptedHop, Busy
+from schemas.errors import BuswayError, CapacityError
+from schemas.frames import Frame, decode_frames
+from schemas.hop import Abort, AcceptedHop, Busy, Resend
 from schemas.ids import AttemptId, RequestId, new_attempt_id
 from schemas.message import encode
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
@@ -30,15 +39,13 @@ from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions
 logger = logging.getLogger(__name__)
 
 NO_DEADLINES = Deadlines()
-DEFAULT_PATIENCE = Patience()
-BUSY_BACKOFF_S = 0.05
-MAX_ABORTED_REMEMBERED = 4096
 
 
 class Client:
     """All requests of one bus connection. `start` once, then `generate` as often as wanted.
 
-    With `owner` (an id whose heartbeat is on the bus) holders can tell that this client died.
+    With `owner` (an id whose heartbeat is on the bus) holders can tell that this client died. `on_resubmit` gets the
+    code of the error that cost an attempt, `on_resend` the holder that was asked.
     """
 
     def __init__(
@@ -47,19 +54,22 @@ class Client:
         *,
         owner: str = "",
         ack_timeout_s: float = 1.0,
-        max_tries: int = 3,
         patience: Patience = DEFAULT_PATIENCE,
         max_pending_messages: int = PENDING_MESSAGES_LIMIT,
+        on_resubmit: Callable[[str], None] = lambda reason: None,
+        on_resend: Callable[[str], None] = lambda holder: None,
     ) -> None:
         self._bus = bus
         self._stream = StreamAddress(subject=f"{bus.inbox}.tok.s", owner=owner)
         self._ack_timeout_s = ack_timeout_s
-        self._max_tries = max_tries
         self._patience = patience
         self._max_pending_messages = max_pending_messages
+        self._on_resubmit = on_resubmit
+        self._on_resend = on_resend
         self._flights: dict[AttemptId, Flight] = {}
-        self._aborted: OrderedDict[tuple[AttemptId, str], None] = OrderedDict()
+        self._strays = Strays()
         self._backlog = 0
+        self._reconnected_at = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -70,10 +80,10 @@ class Client:
         await self._bus.listen(
             f"{self._bus.inbox}.tok.>",
             self._on_frames,
-            on_drop=self._suspect,
+            on_drop=self._on_drop,
             max_pending_messages=self._max_pending_messages,
         )
-        self._bus.on_reconnect(self._reconnected)
+        self._bus.on_reconnect(self._on_reconnect)
 
     async def generate(
         self,
@@ -85,16 +95,21 @@ class Client:
         request_id: RequestId,
         num_logprobs: int | None = None,
         cache_salt: str = "",
+        model_digest: str = "",
         priority: int = 0,
         deadlines: Deadlines = NO_DEADLINES,
+        end_ids: Set[int] = frozenset(),
         traceparent: str = "",
     ) -> AsyncGenerator[list[Frame], None]:
         """Yield the frames of one completion, those that arrived together in one list; return after Finished.
 
-        The frames are in order, without gaps or duplicates: Accepted, Prefilling, Decoding (each at most once),
-        Tokens, Finished. Raises NoRespondersError when no router serves the model, CapacityError when all are busy,
-        DeadlineError with its phase, StreamBrokenError, what a Failed frame carries, and bus errors. Closing the
-        generator early aborts the request at every holder known; use contextlib.aclosing.
+        Tokens come in order, without gaps or duplicates, whatever happens to those who generate them; Accepted,
+        Prefilling and Decoding at most once for each attempt. `end_ids`: ids known to end a completion beside the
+        stop ids (EOS), so that one that has all its tokens needs nobody any more.
+
+        Raises NoRespondersError when no router serves the model, CapacityError when all are busy, DeadlineError with
+        its phase, what a Failed frame carries and no other attempt cured, and bus errors. Closing the generator early
+        aborts the request at every holder known; use contextlib.aclosing.
         """
         request = GenerateRequest(
             request_id=request_id,
@@ -107,80 +122,88 @@ class Client:
             deadlines=deadlines,
             num_logprobs=num_logprobs,
             cache_salt=cache_salt,
+            model_digest=model_digest,
             priority=priority,
             traceparent=traceparent,
         )
-        flight = await self._dispatch(request)
+        life = Life(
+            request,
+            time.time(),
+            patience=self._patience,
+            end_ids=end_ids,
+            reconnected_at=self._reconnected_at,
+        )
+        flight = Flight(life, self._carry_out)
         try:
+            flight.start()
             while not flight.is_over:
                 yield await flight.next_frames()
         finally:
-            await self._close(flight)
+            for order in flight.close():
+                await self._abort(order.attempt_id, order.holders)
+            self._flights.pop(flight.attempt_id, None)
 
     def holder_left(self, holder: str) -> None:
-        """Tell that a service is gone for good (a Fleet's "left"): what only it could go on with ends in an error."""
-        for flight in self._flights.values():
-            flight.holder_left(holder)
+        """Tell that a service is gone for good (a Fleet's "left"): its requests go to others at once."""
+        for flight in list(self._flights.values()):
+            flight.handle(HolderLeft(holder))
 
-    async def _dispatch(self, request: GenerateRequest) -> Flight:
+    def _carry_out(self, flight: Flight, order: Order) -> None:
+        match order:
+            case Send(request, reason):
+                if reason:
+                    self._on_resubmit(reason)
+                self._flights.pop(flight.attempt_id, None)
+                self._flights[request.attempt_id] = flight
+                flight.attempt_id = request.attempt_id
+                self._bus.spawn(self._send(flight, request), "send request")
+            case AskResend():
+                self._on_resend(order.holder.id)
+                self._bus.spawn(self._ask_resend(flight, order), "ask for a resend")
+            case AbortAt(attempt_id, holders):
+                self._bus.spawn(self._abort(attempt_id, holders), "abort attempt")
+
+    async def _send(self, flight: Flight, request: GenerateRequest) -> None:
         subject = self._bus.subjects.requests(request.model)
-        for number in range(1, self._max_tries + 1):
-            check_deadlines(request.deadlines, "sent", time.time())
-            flight = self._flights[request.attempt_id] = Flight(request, self._patience)
-            is_taken = False
-            try:
-                is_taken = await self._send(subject, flight, is_last=number == self._max_tries)
-            finally:
-                if not is_taken:
-                    await self._close(flight)
-            if is_taken:
-                return flight
-            request = msgspec.structs.replace(request, attempt_id=new_attempt_id())
-        raise AssertionError("the last try either succeeds or raises")
-
-    async def _send(self, subject: str, flight: Flight, *, is_last: bool) -> bool:
-        """Return whether a router took the attempt; False asks for another try."""
-        request = flight.request
-        due = next_due(request.deadlines, "sent")
-        timeout_s = self._ack_timeout_s if due is None else min(self._ack_timeout_s, max(0.001, due.at - time.time()))
+        attempt_id = request.attempt_id
         try:
-            ack: AcceptedHop | Busy = await self._bus.ask(subject, request, AcceptedHop | Busy, timeout_s=timeout_s)
-        except (AckTimeoutError, BusUnavailableError):
-            if flight.has_heard:
-                return True  # the ack was lost, the request wasn't
-            if is_last:
-                check_deadlines(request.deadlines, "sent", time.time())
-                raise
-            return False
-        if isinstance(ack, AcceptedHop):
-            flight.reader.router = ack.by
-            return True
-        if is_last:
-            raise CapacityError(f"{ack.by} is busy: {ack.reason}", retry_after_s=ack.retry_after_s)
-        await asyncio.sleep(BUSY_BACKOFF_S * random.uniform(0.5, 1.5))
-        return False
-
-    async def _close(self, flight: Flight) -> None:
-        flight.disarm()
-        del self._flights[flight.request.attempt_id]
-        if not flight.has_terminal:
-            attempt_id = flight.request.attempt_id
-            if flight.reader.router is not None:
-                await self._abort(attempt_id, self._bus.subjects.router(flight.reader.router, "abort"))
-            for worker in flight.workers:
-                await self._abort(attempt_id, self._bus.subjects.worker(worker, "abort"))
-
-    async def _abort(self, attempt_id: AttemptId, subject: str) -> None:
-        if (attempt_id, subject) in self._aborted:
-            return
-        self._aborted[attempt_id, subject] = None
-        if len(self._aborted) > MAX_ABORTED_REMEMBERED:
-            self._aborted.popitem(last=False)
-        abort = Abort(attempt_id=attempt_id, reason="its owner has closed it", phase="gateway")
-        try:
-            await self._bus.publish(subject, encode(abort))
+            ack: AcceptedHop | Busy = await self._bus.ask(
+                subject, request, AcceptedHop | Busy, timeout_s=self._ack_timeout_s
+            )
         except BuswayError as error:
-            logger.warning("abort of %s not sent: %s", attempt_id, error.message)
+            flight.handle(NotTaken(attempt_id, error))
+            return
+        if isinstance(ack, AcceptedHop):
+            flight.handle(Acked(attempt_id, ack.by))
+        else:
+            busy = CapacityError(f"{ack.by} is busy: {ack.reason}", retry_after_s=ack.retry_after_s)
+            flight.handle(NotTaken(attempt_id, busy, is_busy=True))
+
+    async def _ask_resend(self, flight: Flight, order: AskResend) -> None:
+        attempt_id = order.attempt_id
+        resend = Resend(attempt_id=attempt_id, from_seq=order.from_seq)
+        subject = self._subject_of(order.holder, "resend")
+        try:
+            ack = await self._bus.ask(subject, resend, AcceptedHop, timeout_s=self._patience.answer_s)
+        except BuswayError as error:
+            flight.handle(ResendFailed(attempt_id, error))
+        else:
+            flight.handle(ResendAgreed(attempt_id, ack.by))
+
+    async def _abort(self, attempt_id: AttemptId, holders: tuple[Holder, ...]) -> None:
+        await self._tell(attempt_id, self._strays.tell(attempt_id, holders, time.monotonic()))
+
+    async def _tell(self, attempt_id: AttemptId, holders: list[Holder]) -> None:
+        abort = encode(Abort(attempt_id=attempt_id, reason="its owner has closed it", phase="gateway"))
+        for holder in holders:
+            try:
+                await self._bus.publish(self._subject_of(holder, "abort"), abort)
+            except BuswayError as error:
+                logger.warning("abort of %s not sent: %s", attempt_id, error.message)
+
+    def _subject_of(self, holder: Holder, verb: Literal["abort", "resend"]) -> str:
+        subjects = self._bus.subjects
+        return subjects.router(holder.id, verb) if holder.service == "router" else subjects.worker(holder.id, verb)
 
     def _on_frames(self, subject: str, payload: bytes) -> None:
         is_backlog = self._backlog > 0
@@ -188,27 +211,19 @@ class Client:
             self._backlog -= 1
         for frame in decode_frames(payload):
             flight = self._flights.get(frame.attempt_id)
-            if flight is not None:
-                flight.feed(frame, is_backlog=is_backlog)
-            else:
-                self._stray(frame)
+            if flight is not None and (flight.life.is_out or flight.life.is_over):
+                flight.handle(FrameCame(frame, is_backlog))
+            elif holders := self._strays.hear(frame, time.monotonic()):
+                self._bus.spawn(self._tell(frame.attempt_id, holders), "abort stray attempt")
 
-    def _stray(self, frame: Frame) -> None:
-        # Closed or never ours: whoever says that it holds the attempt is told to let go, once.
-        match frame:
-            case Accepted():
-                subject = self._bus.subjects.router(frame.router, "abort")
-            case Prefilling() | Decoding():
-                subject = self._bus.subjects.worker(frame.worker, "abort")
-            case _:
-                return
-        self._bus.spawn(self._abort(frame.attempt_id, subject), "abort stray attempt")
-
-    def _suspect(self, num_waiting: int) -> None:
+    def _on_drop(self, num_waiting: int) -> None:
         # Any flight may have lost its last frames: the newest message is dropped, those waiting came before it.
         self._backlog = num_waiting
-        for flight in self._flights.values():
-            flight.suspect()
+        for flight in list(self._flights.values()):
+            flight.handle(LossNoticed())
 
-    async def _reconnected(self) -> None:
-        self._suspect(0)
+    async def _on_reconnect(self) -> None:
+        self._backlog = 0
+        self._reconnected_at = time.time()
+        for flight in list(self._flights.values()):
+            flight.handle(Reconnected())

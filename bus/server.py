@@ -199,13 +199,12 @@ class NatsServer:
     def _users(self) -> list[dict[str, object]]:
         prefix = self._subjects.prefix
         permissions = {
-            # An abort names an unguessable attempt: only its owner can end it.
+            # Aborts and resends name an unguessable attempt: only its owner can end it, or have it sent to himself.
             "publish": {
                 "allow": [
                     f"{prefix}.openai.>",
                     f"{prefix}.requests.>",
-                    f"{prefix}.worker.*.abort",
-                    f"{prefix}.router.*.abort",
+                    *(f"{prefix}.{who}.*.{verb}" for who in ("worker", "router") for verb in ("abort", "resend")),
                 ]
             },
             "subscribe": {"allow": [f"{INBOX_ROOT}.>"], "deny": [f"{INTERNAL_INBOX_ROOT}.>"]},

@@ -12,7 +12,7 @@ from schemas.errors import BusError
 from schemas.worker import Record, RuntimeConfig
 
 WorkerVerb = Literal["prefill", "decode", "abort", "resend", "load"]
-RouterVerb = Literal["abort"]
+RouterVerb = Literal["abort", "resend"]
 PeerVerb = Literal["metadata", "write", "lease", "confirm", "meet", "landed", "stranded", "kv_snapshot"]
 AdminVerb = Literal["drain", "role"]
 OpenAiKind = Literal["chat", "completions"]
@@ -43,7 +43,7 @@ SUBJECT_TABLE: tuple[SubjectRow, ...] = (
     ),
     SubjectRow("decode.{model}.{compat}", "decode workers of a compatibility group", "decode", "DecodeRequest -> Ack"),
     SubjectRow("worker.{worker_id}.{prefill,decode,abort,resend,load}", "that worker", "", "legs, Abort, Resend"),
-    SubjectRow("router.{router_id}.abort", "that router", "", "Abort"),
+    SubjectRow("router.{router_id}.{abort,resend}", "that router", "", "Abort, Resend"),
     SubjectRow(
         "peer.{worker_id}.{metadata,write,lease,confirm,meet,landed,stranded}", "that worker", "", "schemas.peer"
     ),

@@ -3,7 +3,7 @@
 A frame is a JSON array that starts with its tag:
   ["a", attempt, router]                            accepted by a router
   ["p", attempt, worker]                            prefill holds it
-  ["d", attempt, worker]                            decode holds it; only decode may end it from now on
+  ["d", attempt, worker, can_resume_exactly]        decode holds it; only decode may end it from now on
   ["t", attempt, seq, [ids], [logprobs] | null]     token ids
   ["f", attempt, seq, reason, usage, timings]       terminal: finished
   ["e", attempt, seq, error]                        terminal: failed
@@ -31,12 +31,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token counts. completion_tokens counts resumed ids too; cached_tokens is prefill's prefix hit;
-    num_computed_prompt_tokens is what the decode leg had to compute itself (0: the KV was really used)."""
+    num_computed_prompt_tokens is what the decode leg had to compute itself (0: the KV was really used).
+    The client library adds: num_resubmits, how often the request was sent anew after its holder was lost;
+    is_resumed, that the completion went on where exact continuation isn't promised."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     num_computed_prompt_tokens: int = 0
+    num_resubmits: int = 0
+    is_resumed: bool = False
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,8 +65,11 @@ class Prefilling(msgspec.Struct, frozen=True, array_like=True, tag="p"):
 
 
 class Decoding(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    """`can_resume_exactly` as in schemas.worker.RuntimeConfig."""
+
     attempt_id: AttemptId
     worker: WorkerId
+    can_resume_exactly: bool = False
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from schemas.ids import AttemptId, RequestId
+from schemas.ids import AttemptId, RequestId, WorkerId
 from schemas.message import Message
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -68,6 +68,8 @@ class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     `num_logprobs`: None for none, 0 for the chosen token's only, k for the k best beside it.
     `resume`: ids of the completion already delivered; they count toward max_tokens and are not sent again.
     `cache_salt`: requests share cached KV only with the same salt.
+    `model_digest`: whose ids these are; only workers of that digest (RuntimeConfig) get them. "": any of the model's.
+    `avoid`: workers that failed an earlier attempt of this request; others are preferred.
     `traceparent`: W3C trace context of the caller.
     """
 
@@ -81,6 +83,8 @@ class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     deadlines: Deadlines = Deadlines()
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    model_digest: Annotated[str, Meta(max_length=256)] = ""
     priority: int = 0
     resume: tuple[TokenId, ...] = ()
+    avoid: tuple[WorkerId, ...] = ()
     traceparent: str = ""

@@ -19,7 +19,8 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     `epoch` is new at each start: Unix time in nanoseconds. `compat` is the digest that prefill and decode must share
     (backend, model digest, KV layout). `total_kv_blocks` x `block_size` is the KV capacity in tokens.
     `revision` counts changes within an epoch. With more than `max_waiting` requests waiting the worker answers
-    `busy` (0: it doesn't say).
+    `busy` (0: it doesn't say). `can_resume_exactly`: a completion begun elsewhere (or here) goes on with the very same
+    tokens, because noise is positional and arithmetic is deterministic.
     """
 
     worker_id: WorkerId
@@ -45,6 +46,7 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     engine_version: str = ""
     bootstrap: BootstrapEndpoint | None = None
     is_strict: bool = False
+    can_resume_exactly: bool = False
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     host: str = ""
     pid: int = 0

@@ -45,6 +45,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     dp_size: int = 1
     bootstrap: BootstrapEndpoint | None = None
+    can_resume_exactly: bool = False
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,9 +67,11 @@ class Dispatcher:
         self._is_strict = is_strict
         self._result_subject = result_subject
 
-    def path(self, model: str) -> Path:
+    def path(self, request: GenerateRequest) -> Path:
         """Return who can take a new request's first leg; raises UnavailableError or CapacityError."""
-        return find_path(self._of_model(model), self._load_of, is_strict=self._is_strict)
+        digest = request.model_digest
+        configs = [one for one in self._of_model(request.model) if digest in ("", one.model_digest)]
+        return find_path(configs, self._load_of, is_strict=self._is_strict)
 
     def choose(self, ask: Ask, request: GenerateRequest, path: Path, *, tried: set[WorkerId], compat: str) -> Hop:
         """Return the leg's next hop; `compat` is the prefill worker's, "" for a first leg.
@@ -79,7 +81,7 @@ class Dispatcher:
         if compat:
             candidates: Iterable[Candidate] = decode_partners(self._of_model(request.model), self._load_of, compat)
         else:
-            now = self.path(request.model)
+            now = self.path(request)
             candidates = now.first if now.handoff == path.handoff else ()
         left = [one for one in candidates if one.config.worker_id not in tried]
         if not left:

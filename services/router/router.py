@@ -83,7 +83,7 @@ class PrefillRouter:
         if not is_senders(request.stream.subject, call.reply):
             raise RequestError("the stream must lie under its sender's inbox", param="stream.subject")
         check_deadlines(request.deadlines, "accepted", time.time())
-        path = self._dispatcher.path(request.model)
+        path = self._dispatcher.path(request)
         journey = Journey(
             self._bus,
             self._dispatcher,

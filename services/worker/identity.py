@@ -58,6 +58,7 @@ def runtime_config(config: WorkerConfig, profile: EngineProfile, worker: WorkerI
         engine_version=profile.engine_version,
         bootstrap=profile.bootstrap,
         is_strict=config.is_strict,
+        can_resume_exactly=profile.can_resume_exactly,
         labels=config.labels,
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -13,7 +13,14 @@ import msgspec
 
 from bus.deadlines import Due, check_deadlines, late
 from bus.serving import Call
-from schemas.errors import AbortedError, BuswayError, EngineError, ErrorRecord, WorkerLostError
+from schemas.errors import (
+    AbortedError,
+    BuswayError,
+    EngineError,
+    ErrorRecord,
+    StreamBrokenError,
+    WorkerLostError,
+)
 from schemas.frames import Decoding, Failed, Finished, Prefilling, Tokens
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo
 from schemas.hop import (
@@ -26,6 +33,7 @@ from schemas.hop import (
     PrefillEnded,
     PrefillFailed,
     PrefillRequest,
+    Resend,
 )
 from schemas.ids import AttemptId, new_room
 from schemas.worker import RuntimeConfig
@@ -34,6 +42,7 @@ from services.worker.deadline_watch import DeadlineWatch
 from services.worker.ledger import Entry, Ledger
 from services.worker.load import LoadReporter
 from services.worker.outlet import Outlet
+from services.worker.sent_frames import SentFrames
 from services.worker.stall import StallWatch
 
 logger = logging.getLogger(__name__)
@@ -51,6 +60,7 @@ class LegDesk:
         self._me = me
         self._outlet = outlet
         self._loads = loads
+        self._sent = SentFrames()
 
     @property
     def is_idle(self) -> bool:
@@ -75,7 +85,21 @@ class LegDesk:
         refusal = self._admit(leg)
         if refusal is not None:
             return refusal
-        self._outlet.say(leg.request.stream.subject, Decoding(leg.request.attempt_id, self._me.worker_id))
+        request, me = leg.request, self._me
+        self._sent.begin(request.attempt_id, request.stream.subject, len(request.resume))
+        self._outlet.say(request.stream.subject, Decoding(request.attempt_id, me.worker_id, me.can_resume_exactly))
+        return self._accepted(None)
+
+    async def on_resend(self, resend: Resend, call: Call) -> AcceptedHop:
+        """Send a stream's frames again, from a token on; later ones follow as ever. Raises StreamBrokenError when they
+        aren't known here (any more)."""
+        self.stall.check()
+        found = self._sent.since(resend.attempt_id, resend.from_seq)
+        if found is None:
+            raise StreamBrokenError(f"{self._me.worker_id} has no token {resend.from_seq} of that attempt")
+        subject, frames = found
+        for frame in frames:
+            self._outlet.say(subject, frame)
         return self._accepted(None)
 
     async def on_abort(self, abort: Abort, call: Call) -> Ok | None:
@@ -98,6 +122,14 @@ class LegDesk:
         """The process that wanted these streams is gone."""
         for entry in self.ledger:
             if entry.owner == owner:
+                self._abort(entry.attempt_id, None)
+
+    def listener_left(self, stream_subject: str) -> None:
+        """Nobody listens to these streams any more. Routers can't know: prefill legs tell them."""
+        for entry in self.ledger:
+            if entry.stream_subject == stream_subject:
+                if entry.result_subject:
+                    self._close(entry, AbortedError("nobody listens to the request's stream").record())
                 self._abort(entry.attempt_id, None)
 
     def drop_all(self, error: BuswayError) -> None:
@@ -141,6 +173,7 @@ class LegDesk:
         match event:
             case Tokens():
                 self._outlet.say(entry.stream_subject, event)
+                self._sent.note(entry.attempt_id, event)
                 entry.next_seq = event.seq + len(event.token_ids)
                 entry.last_token_at = now
                 if entry.stage != "streaming":
@@ -149,6 +182,8 @@ class LegDesk:
                 return
             case Finished() | Failed():
                 self._outlet.say(entry.stream_subject, event)
+                self._sent.note(entry.attempt_id, event)
+                self._sent.end(entry.attempt_id, time.monotonic())
             case PrefillDone() | PrefillEnded() | PrefillFailed():
                 self._outlet.tell(entry.result_subject, event)
         self.ledger.close(entry.attempt_id)
@@ -165,6 +200,7 @@ class LegDesk:
         self.ledger.aborted(attempt_id)
         if error is None:
             self.ledger.close(attempt_id)
+            self._sent.forget(attempt_id)
         self._engine.abort(attempt_id, error)
         self._loads.nudge()
 

@@ -17,13 +17,14 @@ from bus.discovery import Registration, register, watch
 from bus.scope import Scope, open_scope
 from bus.serving import Call, Serving
 from schemas.errors import EngineError, WorkerLostError
-from schemas.hop import Abort, AcceptedHop, DecodeRequest, Drain, Ok, PrefillRequest
+from schemas.hop import Abort, AcceptedHop, DecodeRequest, Drain, Ok, PrefillRequest, Resend
 from schemas.ids import Epoch
 from schemas.worker import LoadReport, Record, RuntimeConfig
 from services.config import WorkerConfig
 from services.engines.protocol import Engine, EngineEvent, EngineProfile
 from services.worker.identity import runtime_config, worker_id
 from services.worker.legs import LegDesk
+from services.worker.listeners import ListenerWatch
 from services.worker.load import LoadReporter
 from services.worker.outlet import Outlet
 from services.worker.peers import BusPeerLink, PeerWatch, serve_peers
@@ -109,7 +110,8 @@ class _Worker:
         loads = LoadReporter(self._bus, self._engine, model=me.model, worker=self._id, epoch=self._epoch)
         desk = self._desk = LegDesk(self._engine, me, self._outlet, loads)
         await publish_card(self._bus, profile.card)
-        for job in (self._outlet, loads, desk.deadlines, desk.stall):
+        listeners = ListenerWatch(self._bus, desk.ledger, desk.listener_left)
+        for job in (self._outlet, loads, desk.deadlines, desk.stall, listeners):
             scope.spawn(job.run(), type(job).__name__)
         scope.spawn(QuarantineWatch(self._engine.load, self._worn).run(), "quarantine watch")
         groups = await self._subscribe(desk, loads, me)
@@ -137,6 +139,7 @@ class _Worker:
 
         await serve_peers(bus, self._engine, self._id)
         await bus.serve(subjects.worker(self._id, "abort"), Abort, desk.on_abort)
+        await bus.serve(subjects.worker(self._id, "resend"), Resend, desk.on_resend)
         await bus.serve(subjects.worker(self._id, "load"), Ok, load)
         await bus.serve(subjects.admin(self._id, "drain"), Drain, drain)
         groups: list[Serving] = []

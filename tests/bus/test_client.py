@@ -10,7 +10,7 @@ import pytest
 
 from bus.client import Client
 from bus.connection import Bus
-from bus.flight import Patience
+from bus.patience import Patience
 from bus.serving import Call
 from bus.subjects import is_under_inbox
 from schemas.errors import (
@@ -18,7 +18,7 @@ from schemas.errors import (
     BuswayError,
     CapacityError,
     DeadlineError,
-    EngineError,
+    KvMismatchError,
     NoRespondersError,
     RequestError,
     StreamBrokenError,
@@ -35,7 +35,7 @@ from schemas.frames import (
     Usage,
     encode_frames,
 )
-from schemas.hop import Abort, AcceptedHop, Busy
+from schemas.hop import Abort, AcceptedHop, Busy, Resend
 from schemas.ids import AttemptId, Epoch, WorkerId, new_request_id
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions
 from tests.conftest import BusFactory, wait_until
@@ -55,20 +55,42 @@ class Backend:
         self.script: Script = complete
         self.requests: list[GenerateRequest] = []
         self.aborts: list[tuple[str, AttemptId]] = []
+        self.resends: list[tuple[str, int]] = []
+        self.sent: dict[AttemptId, list[Frame]] = {}
+        self.is_ignorant = False
 
     async def start(self) -> None:
         subjects = self.bus.subjects
         await self.bus.serve(subjects.requests("m"), GenerateRequest, self._take)
         for holder in (subjects.router("r1", "abort"), subjects.worker("p1", "abort"), subjects.worker("d1", "abort")):
             await self.bus.serve(holder, Abort, self._aborted)
+        for holder in (subjects.router("r1", "resend"), subjects.worker("d1", "resend")):
+            await self.bus.serve(holder, Resend, self._resend)
 
     async def send(self, request: GenerateRequest, *frames: Frame) -> None:
+        self.lose(request, *frames)
         await self.bus.publish(request.stream.subject, encode_frames(list(frames)))
+
+    def lose(self, request: GenerateRequest, *frames: Frame) -> None:
+        """Send frames that never arrive."""
+        self.sent.setdefault(request.attempt_id, []).extend(frames)
 
     async def _take(self, request: GenerateRequest, call: Call) -> None:
         assert is_under_inbox(request.stream.subject, call.reply)
         self.requests.append(request)
         await self.script(self, request, call)
+
+    async def _resend(self, resend: Resend, call: Call) -> AcceptedHop:
+        holder = call.subject.split(".")[3]
+        self.resends.append((holder, resend.from_seq))
+        if self.is_ignorant:
+            raise StreamBrokenError("never heard of it")
+        request = next(one for one in self.requests if one.attempt_id == resend.attempt_id)
+        frames = [frame for frame in self.sent[resend.attempt_id] if isinstance(frame, Tokens | Finished)]
+        again = [frame for frame in frames if frame.seq >= resend.from_seq]
+        if holder == "d1":
+            await self.bus.publish(request.stream.subject, encode_frames(list(again)))
+        return AcceptedHop(by="d1", epoch=Epoch(1))
 
     async def _aborted(self, abort: Abort, call: Call) -> None:
         self.aborts.append((call.subject.split(".")[3], abort.attempt_id))
@@ -161,12 +183,12 @@ async def test_many_requests_share_one_subject_and_dont_mix(bus_factory: BusFact
 async def test_a_failed_frame_is_raised_as_the_error_it_carries_after_the_tokens(bus_factory: BusFactory) -> None:
     async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
         await begin(backend, request, call)
-        error = EngineError("no memory", phase="decode").record()
+        error = KvMismatchError("no memory", phase="decode").record()
         await backend.send(request, tokens(request, 0), Failed(request.attempt_id, 1, error))
 
     async with scene(bus_factory, script) as (client, backend):
         heard: list[Frame] = []
-        with pytest.raises(EngineError, match="no memory"):
+        with pytest.raises(KvMismatchError, match="no memory"):
             await _collect_into(heard, generate(client))
         assert isinstance(heard[-1], Tokens)
         assert backend.aborts == []
@@ -350,61 +372,161 @@ async def test_tokens_that_keep_coming_move_the_inter_token_deadline(bus_factory
         assert len(await ids_of(generate(client, max_tokens=8, deadlines=Deadlines(inter_token_s=0.3)))) == 8
 
 
-async def test_a_gap_breaks_the_stream_and_aborts(bus_factory: BusFactory) -> None:
+async def test_a_lost_frame_costs_a_resend_and_nothing_else(bus_factory: BusFactory) -> None:
     async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
         await begin(backend, request, call)
         await backend.send(request, tokens(request, 0))
+        backend.lose(request, tokens(request, 1))
         await backend.send(request, tokens(request, 2))
+        await backend.send(request, finished(request, 3))
 
     async with scene(bus_factory, script) as (client, backend):
-        with pytest.raises(StreamBrokenError, match="after 1 tokens"):
-            await collect(generate(client))
+        frames = await collect(generate(client))
+        assert [one for frame in frames if isinstance(frame, Tokens) for one in frame.token_ids] == [0, 1, 2]
+        assert isinstance(frames[-1], Finished)
+        assert (backend.resends, len(backend.requests), backend.aborts) == ([("d1", 1)], 1, [])
+
+
+async def test_a_lost_end_is_asked_for_after_silence(bus_factory: BusFactory) -> None:
+    async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
+        await begin(backend, request, call)
+        await backend.send(request, tokens(request, 0, 3))
+        backend.lose(request, finished(request, 3))
+
+    async with scene(bus_factory, script, patience=Patience(silence_s=0.1)) as (client, backend):
+        assert await ids_of(generate(client)) == [0, 1, 2]
+        assert (backend.resends, len(backend.requests)) == ([("d1", 3)], 1)
+
+
+async def test_a_holder_that_knows_nothing_costs_a_resubmit_elsewhere_with_the_ids_so_far(
+    bus_factory: BusFactory,
+) -> None:
+    async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
+        await begin(backend, request, call)
+        if len(backend.requests) == 1:
+            await backend.send(request, tokens(request, 0))
+            await backend.send(request, tokens(request, 2))
+        else:
+            await backend.send(request, tokens(request, 1, 2), finished(request, 3))
+
+    async with scene(bus_factory, script) as (client, backend):
+        backend.is_ignorant = True
+        frames = await collect(generate(client))
+        assert [one for frame in frames if isinstance(frame, Tokens) for one in frame.token_ids] == [0, 1, 2]
+        assert isinstance(frames[-1], Finished)
+        assert frames[-1].usage == Usage(prompt_tokens=3, completion_tokens=3, num_resubmits=1, is_resumed=True)
+        first, second = backend.requests
+        assert (second.resume, second.avoid) == ((0,), ("d1",))
         await wait_until(lambda: len(backend.aborts) == 3)
+        assert {attempt for _, attempt in backend.aborts} == {first.attempt_id}
 
 
-async def test_silence_in_mid_stream_breaks_it(bus_factory: BusFactory) -> None:
+async def test_a_holder_that_has_nothing_new_is_waited_for_and_asked_less_and_less(bus_factory: BusFactory) -> None:
+    release = asyncio.Event()
+
     async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
         await begin(backend, request, call)
         await backend.send(request, tokens(request, 0))
+        await release.wait()
+        await backend.send(request, tokens(request, 1, 2), finished(request, 3))
 
-    async with scene(bus_factory, script, patience=Patience(silence_s=0.2)) as (client, _):
-        with pytest.raises(StreamBrokenError, match="nothing heard"):
-            await collect(generate(client))
+    async with scene(bus_factory, script, patience=Patience(silence_s=0.05)) as (client, backend):
+        async with asyncio.TaskGroup() as tasks:
+            caller = tasks.create_task(ids_of(generate(client)))
+            await wait_until(lambda: len(backend.resends) == 4)
+            release.set()
+        assert caller.result() == [0, 1, 2]
+        assert len(backend.requests) == 1
 
 
-async def test_a_slow_consumers_lost_tail_is_an_error(bus_factory: BusFactory) -> None:
+async def test_silence_before_decode_asks_the_router_who_has_it(bus_factory: BusFactory) -> None:
+    async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
+        await call.respond(ACCEPTED)
+        backend.lose(request, Decoding(request.attempt_id, WorkerId("d1")), tokens(request, 0, 3), finished(request, 3))
+
+    async with scene(bus_factory, script, patience=Patience(silence_s=0.1)) as (client, backend):
+        assert await ids_of(generate(client)) == [0, 1, 2]
+        assert backend.resends == [("r1", 0), ("d1", 0)]
+
+
+async def test_a_slow_consumers_lost_tail_is_sent_again(bus_factory: BusFactory) -> None:
     """nats-py drops the newest messages, the terminal frame among them: no gap would ever show."""
 
     async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
-        await call.respond(ACCEPTED)
+        await begin(backend, request, call)
         for seq in range(200):
             await backend.send(request, tokens(request, seq))
         await backend.send(request, finished(request, 200))
 
-    async with scene(bus_factory, script, max_pending_messages=4, patience=QUICK) as (client, _):
-        with pytest.raises(StreamBrokenError):
-            await collect(generate(client, max_tokens=200))
+    async with scene(bus_factory, script, max_pending_messages=4, patience=QUICK) as (client, backend):
+        assert await ids_of(generate(client, max_tokens=200)) == list(range(200))
+        assert backend.resends
+        assert len(backend.requests) == 1
 
 
-async def test_the_loss_of_the_holder_ends_what_only_it_could_go_on_with(bus_factory: BusFactory) -> None:
+async def test_the_loss_of_the_holder_is_survived_up_to_the_limit(bus_factory: BusFactory) -> None:
     async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
         await begin(backend, request, call)
-        await backend.send(request, tokens(request, 0))
+        await backend.send(request, tokens(request, len(request.resume)))
 
-    async with scene(bus_factory, script) as (client, _):
+    async with scene(bus_factory, script) as (client, backend):
         heard: list[Frame] = []
         async with asyncio.TaskGroup() as tasks:
-            caller = tasks.create_task(_fails_into(heard, generate(client)))
-            await wait_until(lambda: bool(heard) and isinstance(heard[-1], Tokens))
-            for gone in ("r1", "p1", "d1"):
-                client.holder_left(gone)
+            caller = tasks.create_task(_fails_into(heard, generate(client, max_tokens=100)))
+            for number in range(1, 5):
+                await wait_until(lambda: sum(isinstance(frame, Tokens) for frame in heard) == number)  # noqa: B023
+                for gone in ("r1", "p1", "d1"):
+                    client.holder_left(gone)
         assert isinstance(caller.result(), WorkerLostError)
+        assert [request.resume for request in backend.requests] == [(), (0,), (0, 1), (0, 1, 2)]
 
 
 async def _fails_into(heard: list[Frame], frames_of: AsyncGenerator[list[Frame], None]) -> BuswayError:
     with pytest.raises(BuswayError) as caught:
         await _collect_into(heard, frames_of)
     return caught.value
+
+
+async def test_a_completion_that_lacks_only_its_end_needs_nobody(bus_factory: BusFactory) -> None:
+    async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
+        await begin(backend, request, call)
+        await backend.send(request, tokens(request, 0, 3))
+
+    async with scene(bus_factory, script) as (client, backend):
+        for changes, reason in (({}, "length"), ({"max_tokens": 9, "end_ids": {2}}, "stop")):
+            async with aclosing(generate(client, **changes)) as batches:  # type: ignore[arg-type]
+                frames: list[Frame] = []
+                async for batch in batches:
+                    frames += batch
+                    if isinstance(batch[-1], Tokens):
+                        client.holder_left("d1")
+            assert isinstance(frames[-1], Finished)
+            assert (frames[-1].reason, frames[-1].seq) == (reason, 3)
+            assert frames[-1].usage == Usage(prompt_tokens=3, completion_tokens=3)
+        assert len(backend.requests) == 2
+
+
+async def test_a_users_seed_is_never_continued_by_an_engine_that_cant(bus_factory: BusFactory) -> None:
+    async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
+        await begin(backend, request, call)
+        await backend.send(request, tokens(request, 0))
+
+    async with scene(bus_factory, script) as (client, backend):
+        seeded = client.generate(
+            model="m",
+            token_ids=(1, 2, 3),
+            sampling=Sampling(seed=1, is_user_seeded=True),
+            stop=StopConditions(max_tokens=9),
+            request_id=new_request_id(),
+        )
+        heard: list[Frame] = []
+        async with asyncio.TaskGroup() as tasks:
+            caller = tasks.create_task(_fails_into(heard, seeded))
+            await wait_until(lambda: bool(heard) and isinstance(heard[-1], Tokens))
+            client.holder_left("d1")
+        assert isinstance(caller.result(), WorkerLostError)
+        assert "seeded" in caller.result().message
+        assert len(backend.requests) == 1
 
 
 async def test_the_loss_of_others_ends_nothing(bus_factory: BusFactory) -> None:

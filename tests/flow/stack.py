@@ -11,13 +11,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from bus.client import Client
 from bus.connection import Bus
 from bus.discovery import Fleet, watch
+from bus.fleet_state import ChangeKind
+from bus.life import DEFAULT_PATIENCE
+from bus.patience import Patience
 from bus.server import NatsServer
 from schemas.errors import NoRespondersError
 from schemas.frames import Accepted, Decoding, Finished, Frame, Prefilling, Tokens
 from schemas.hop import AcceptedHop, Drain
 from schemas.ids import WorkerId, new_attempt_id, new_request_id
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
-from schemas.worker import RuntimeConfig
+from schemas.worker import Record, RuntimeConfig
 from services.config import HandoffMode, PolicyName, RouterConfig, WorkerConfig
 from services.engines.protocol import Engine, EngineLoad
 from services.engines.registry import make_engine
@@ -83,18 +86,25 @@ class Member:
 class Stack:
     """What a flow test needs; made by `stack`."""
 
-    def __init__(self, server: NatsServer, bus: Bus, fleet: Fleet, namespace: str) -> None:
+    def __init__(self, server: NatsServer, bus: Bus, fleet: Fleet, namespace: str, patience: Patience) -> None:
         self.server = server
         self.bus = bus
         self.fleet = fleet
         self.namespace = namespace
-        self.client = Client(bus)
+        self.resubmits: list[str] = []
+        self.resends: list[str] = []
+        self.client = Client(bus, patience=patience, on_resubmit=self.resubmits.append, on_resend=self.resends.append)
+        fleet.on_change(self._tell_who_left)
         self.members: dict[str, Member] = {}
         self.buses: list[Bus] = [bus]
         self.router_stops: dict[str, asyncio.Event] = {}
 
     def __getitem__(self, name: str) -> Member:
         return self.members[name]
+
+    def _tell_who_left(self, kind: ChangeKind, record: Record) -> None:
+        if kind == "left":
+            self.client.holder_left(record.worker_id if isinstance(record, RuntimeConfig) else record.id)
 
     async def generate(
         self,
@@ -160,13 +170,14 @@ async def stack(
     lease_s: float = 10.0,
     max_waiting: int = 0,
     namespace: str = "",
+    patience: Patience = DEFAULT_PATIENCE,
 ) -> AsyncIterator[Stack]:
     """Run a stack; on the way out everything leaves by itself, and nothing may be left."""
     namespace = namespace or f"t{secrets.token_hex(6)}"
     async with contextlib.AsyncExitStack() as stack_:
         bus = await stack_.enter_async_context(connect(server, "client", namespace))
         fleet = await stack_.enter_async_context(watch(bus))
-        here = Stack(server, bus, fleet, namespace)
+        here = Stack(server, bus, fleet, namespace, patience)
         await here.client.start()
         async with asyncio.TaskGroup() as tasks:
             for number in range(num_routers):

@@ -226,7 +226,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     ),
     Accepted(ATTEMPT, "r1"),
     Prefilling(ATTEMPT, PREFILL),
-    Decoding(ATTEMPT, DECODE),
+    Decoding(ATTEMPT, DECODE, True),
     Tokens(ATTEMPT, 0, (5, 6)),
     Tokens(ATTEMPT, 2, (7,), (LOGPROBS,)),
     Finished(ATTEMPT, 3, "length", USAGE, TIMINGS),

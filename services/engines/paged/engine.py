@@ -295,4 +295,5 @@ def _profile(spec: RunnerSpec, handoff: HandoffMode) -> EngineProfile:
         engine_version=spec.engine_version,
         tp_size=layout.tp_size,
         bootstrap=BootstrapEndpoint() if is_rendezvous else None,
+        can_resume_exactly=spec.is_deterministic,
     )

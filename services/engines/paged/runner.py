@@ -15,7 +15,9 @@ from services.kv.layout import KvLayout, KvRegion
 
 
 class RunnerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded model and its pool are. `num_blocks` is the pool's; `card.eos_token_ids` end a completion."""
+    """What a loaded model and its pool are. `num_blocks` is the pool's; `card.eos_token_ids` end a completion.
+    `is_deterministic`: the next token depends on the ids before it and the sampling alone, not on what else is in the
+    batch (noise is positional in any case)."""
 
     backend: str
     engine_version: str
@@ -25,6 +27,7 @@ class RunnerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_batched_tokens: int
     max_context_tokens: int
+    is_deterministic: bool = False
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):

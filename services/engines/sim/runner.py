@@ -69,6 +69,7 @@ class SimRunner:
             max_num_seqs=args.max_num_seqs,
             max_batched_tokens=args.max_batched_tokens,
             max_context_tokens=max_context_tokens,
+            is_deterministic=True,
         )
 
     def region(self) -> KvRegion:

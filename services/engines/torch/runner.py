@@ -70,6 +70,7 @@ class TorchRunner:
             max_num_seqs=self._args.max_num_seqs,
             max_batched_tokens=self._args.max_batched_tokens or MAX_BATCHED_TOKENS[self._device.type],
             max_context_tokens=min(self._args.max_context_tokens or capacity, capacity),
+            is_deterministic=dtype == "float32",
         )
 
     def region(self) -> KvRegion:
