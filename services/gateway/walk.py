@@ -112,6 +112,7 @@ class Walk:
                 request_id=exchange.caller.request_id,
                 num_logprobs=request.num_logprobs,
                 cache_salt=request.cache_salt or "",
+                model_digest=model.vocabulary.digest,
                 deadlines=Deadlines(total=time.time() + self._config.request_timeout_s),
                 traceparent=exchange.caller.traceparent,
             )

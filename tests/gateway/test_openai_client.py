@@ -238,6 +238,7 @@ async def test_every_sampling_parameter_reaches_the_bus(rig: Rig, client: AsyncO
     }
     assert request["stop"] == {"max_tokens": 9, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9]}
     assert request["cache_salt"] == "tenant"
+    assert request["model_digest"] == "digest-1"
 
 
 async def test_errors_come_as_the_clients_own_exceptions(rig: Rig, client: AsyncOpenAI) -> None:

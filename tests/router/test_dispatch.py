@@ -1,0 +1,48 @@
+"""Who may be asked for whose ids."""
+
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from bus.subjects import Subjects
+from schemas.errors import UnavailableError
+from schemas.ids import Epoch, WorkerId
+from schemas.worker import RuntimeConfig
+from services.router.dispatch import Dispatcher
+from services.router.loads import LoadBook
+from services.router.policies import Picker
+from services.router.route import Ask
+from tests.router.conftest import MakeConfig, MakeRequest
+
+
+class Fleet(NamedTuple):
+    workers: dict[WorkerId, RuntimeConfig]
+
+
+def test_ids_of_one_tokenizer_never_go_to_workers_of_another(
+    make_config: MakeConfig, make_request: MakeRequest
+) -> None:
+    """A rolling update: two digests serve one name, and the gateway has encoded the prompt for one of them."""
+    configs = [make_config("old", "both", model_digest="d1"), make_config("new", "both", model_digest="d2")]
+    dispatcher = Dispatcher(
+        Subjects(),
+        Fleet({config.worker_id: config for config in configs}),
+        Picker("round_robin"),
+        LoadBook(Epoch(1)),
+        router="r",
+        epoch=Epoch(1),
+        is_strict=False,
+        result_subject="_INBOX.r.p",
+    )
+
+    def chosen(model_digest: str) -> set[WorkerId | None]:
+        request = msgspec.structs.replace(make_request(), model_digest=model_digest)
+        path = dispatcher.path(request)
+        return {dispatcher.choose(Ask(leg="decode"), request, path, tried=set(), compat="").worker for _ in range(4)}
+
+    assert chosen("d1") == {"old"}
+    assert chosen("d2") == {"new"}
+    assert chosen("") == {"old", "new"}
+    with pytest.raises(UnavailableError):
+        chosen("d3")
