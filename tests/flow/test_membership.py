@@ -8,7 +8,7 @@ import pytest
 from bus.discovery import register
 from bus.patience import Patience
 from bus.server import NatsServer
-from schemas.errors import BuswayError, EngineError
+from schemas.errors import BuswayError, EngineError, WorkerLostError
 from schemas.frames import Tokens
 from schemas.hop import AcceptedHop
 from schemas.ids import Epoch
@@ -116,11 +116,11 @@ async def test_an_engine_that_dies_ends_its_requests_and_its_process(server: Nat
                 await here.until(lambda: member.load().running == 1)
             poisoned = await _error_of(here, [POISON] * 30, 3)
             if role == "b9":
-                assert poisoned.code == EngineError.code
-                assert (await victim).code == EngineError.code
+                # Sent once more, to nobody, or to a worker that is just going.
+                assert {poisoned.code, (await victim).code} <= {EngineError.code, WorkerLostError.code}
             else:
                 assert poisoned.message == "it ended well"  # on d1, which can take the poison
-                assert here.resubmits == [EngineError.code]
+                assert EngineError.code in here.resubmits
         await here.fleet.wait_for(lambda fleet: role not in fleet.workers, 1.0)
         assert isinstance(died[0], EngineError)
         del here.members[role]
