@@ -187,10 +187,10 @@ class Executor:
                     self._fault = None
                 self.fabric.expire(self, time.monotonic())
                 requests = list(self._requests.values())
+                if requests and self._args.enable_iter_perf_stats:
+                    self._note_statistics()  # of before the step: what an idle engine said last is never "nothing"
                 for request in requests:
                     self._step(request)
-                if requests and self._args.enable_iter_perf_stats:
-                    self._note_statistics()
 
     def _note_statistics(self) -> None:
         cache = self._args.kv_cache_config

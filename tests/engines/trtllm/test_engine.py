@@ -10,7 +10,7 @@ from schemas.frames import Failed, Finished, Tokens
 from schemas.handoff import KvTicket, TrtllmDisaggregatedParams
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import Epoch, WorkerId, new_attempt_id
-from schemas.peer import LeaseRequest
+from schemas.peer import ConfirmRequest, LeaseRequest
 from schemas.request import Sampling, StopConditions
 from tests.engines.paged.fleet import aggregated, decode_leg, prefill_leg, prompt, pulled, request_for
 from tests.engines.trtllm.scene import CARD, Scene, handed_over, scene_of, seated
@@ -197,6 +197,18 @@ async def test_an_abort_during_the_context_phase_leaves_nothing(error):
         assert events == ([] if error is None else [PrefillFailed(attempt_id=request.attempt_id, error=error)])
 
 
+async def test_prefill_hears_that_its_kv_was_fetched_and_holds_it_no_longer():
+    a_minute = {"cache_transceiver_config": '{"backend": "NIXL", "kv_transfer_timeout_ms": 60000}'}
+    async with scene_of(engine_args=a_minute) as scene:
+        request = request_for(prompt(20), max_tokens=4)
+        done = await handed_over(scene["p"], request)
+        assert scene["p"].engine.load().num_held == 1
+        scene["d"].engine.decode(decode_leg(request, done.params))
+        await scene["d"].host.output(request.attempt_id)
+        await scene.until_empty()
+        assert scene.link.count(ConfirmRequest) == 1
+
+
 async def test_kv_that_nobody_fetches_is_held_until_the_engines_timeout():
     async with scene_of() as scene:
         p, request = scene["p"], request_for(prompt(20), max_tokens=4)
@@ -210,7 +222,7 @@ async def test_kv_that_nobody_fetches_is_held_until_the_engines_timeout():
 @pytest.mark.parametrize("error", [None, AbortedError("enough").record()])
 async def test_an_abort_during_the_transfer_waits_for_it_and_leaves_nothing(error):
     async with scene_of() as scene:
-        d, request = scene["d"], request_for(prompt(20), max_tokens=50)
+        d, request = scene["d"], request_for(prompt(20), max_tokens=300)
         done = await handed_over(scene["p"], request)
         with d.paused("transfer"):
             d.engine.decode(decode_leg(request, done.params))
@@ -219,6 +231,7 @@ async def test_an_abort_during_the_transfer_waits_for_it_and_leaves_nothing(erro
             assert (load.running, load.waiting, load.num_held) == (0, 0, 1)
         await scene.until_empty()
         assert d.executor.num_transfers == 1
+        assert d.executor.submitted[-1].is_cancelled
         events = d.host.events.get(request.attempt_id, [])
         assert events == ([] if error is None else [Failed(request.attempt_id, 0, error)])
 
