@@ -17,6 +17,7 @@ from schemas.errors import (
     CapacityError,
     KvMismatchError,
     KvTransferError,
+    KvTransferFailedError,
     WorkerError,
     WorkerLostError,
 )
@@ -131,7 +132,7 @@ class DecodeLeg(Leg):
     def lose(self, error: BuswayError) -> None:
         """The KV won't come: `obtain` ends at once."""
         if self.loss is None:
-            self.loss = error
+            self.loss = _as_loss(error)
             if self._scope is not None:
                 self._scope.reschedule(asyncio.get_running_loop().time())
 
@@ -160,7 +161,7 @@ class DecodeLeg(Leg):
         except TimeoutError:
             error = self.loss or self._late
         except BuswayError as failure:
-            error = self.loss or failure
+            error = self.loss or _as_loss(failure)
         else:
             self._begin(arrival)
             return
@@ -242,6 +243,13 @@ class DecodeLeg(Leg):
 
     def _tell_peer(self, error: BuswayError) -> None:
         self.site.spawn(self.site.tell_stranded(self.peer_worker, self.attempt_id, error), "tell-stranded")
+
+
+def _as_loss(error: BuswayError) -> BuswayError:
+    """Return what a peer's word means here: that prefill was given up over there is no abort of the request."""
+    if isinstance(error, AbortedError):
+        return KvTransferFailedError(f"no KV from prefill: {error.message}", phase="transfer")
+    return error
 
 
 async def _settles(landing: Landing, within_s: float) -> bool:

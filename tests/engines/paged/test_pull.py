@@ -471,9 +471,8 @@ async def test_an_abort_at_prefill_after_the_ticket_spoils_the_fetch_not_the_tex
         fleet["p"].engine.abort(request.attempt_id)
         await fleet["p"].until(fleet["p"].is_empty)
         fleet["d"].engine.decode(decode_leg(request, ticket))
-        end = await fleet["d"].ended(request.attempt_id)
-        assert isinstance(end, Failed)
-        assert end.error.code == "aborted"
+        assert await fleet["d"].output(request.attempt_id) == await aggregated(fleet["alone"], request)
+        assert fleet["d"].engine.load().num_recomputed_tokens > 0
         await fleet.until_empty()
 
 

@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from schemas.errors import CapacityError, RequestError
+from schemas.errors import AbortedError, CapacityError, RequestError
 from schemas.frames import Failed, Finished, Tokens
 from schemas.hop import PrefillDone, PrefillFailed
 from schemas.ids import Epoch, new_attempt_id
@@ -182,6 +182,19 @@ async def test_a_room_that_decode_never_enters_is_freed_within_the_lease():
         result = await fleet["p"].result(request.attempt_id)
         assert isinstance(result, PrefillFailed)
         assert result.error.code == "kv_lease_expired"
+        await fleet.until_empty()
+
+
+async def test_a_prefill_leg_given_up_while_decode_queues_is_no_abort_of_the_request():
+    """Aborted by its leaving worker, or tired of waiting: decode computes the prompt itself, or fails so that another
+    attempt may be made."""
+    async with fleet_of("alone", "p", "d") as fleet:
+        request = request_for(prompt(40))
+        room = room_of(fleet["p"])
+        fleet["d"].engine.decode(decode_leg(request, room))
+        await fleet["d"].until(lambda: fleet.link.count(MeetRequest) > 0)
+        await fleet["d"].engine.answer(Stranded(attempt_id=request.attempt_id, error=AbortedError("leaving").record()))
+        assert await fleet["d"].output(request.attempt_id) == await aggregated(fleet["alone"], request)
         await fleet.until_empty()
 
 
