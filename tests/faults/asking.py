@@ -18,7 +18,7 @@ from tests.conftest import wait_until
 from tests.faults.oracle import expected_ids, expected_text
 
 MODEL = "sim"
-RESUMES = False
+RESUMES = True
 Via = Literal["http", "bus"]
 
 

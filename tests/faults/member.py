@@ -99,12 +99,12 @@ class Member:
         return self.hits(point)
 
     async def tasks(self) -> Counter[str]:
-        """Return the asyncio tasks of the process by kind: names without attempt ids and numbers."""
+        """Return the asyncio tasks of the process by name."""
         answer = self.folder / "tasks"
         answer.unlink(missing_ok=True)
         self.signal(signal.SIGUSR1)
         await wait_until(answer.exists, 5.0, lambda: f"{self.name} doesn't tell its tasks")
-        return Counter(_kind(name) for name in answer.read_text().splitlines())
+        return Counter(answer.read_text().splitlines())
 
     def log(self) -> str:
         """Return the end of what the process wrote."""
@@ -120,8 +120,3 @@ async def all_ended(members: list[Member]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for member in running:
             tasks.create_task(member.ended())
-
-
-def _kind(name: str) -> str:
-    """Return a task's name without what belongs to one occurrence; unnamed tasks are nats-py's and aiohttp's."""
-    return "unnamed" if name.startswith("Task-") else name

@@ -15,10 +15,15 @@ from deploy.child_main import main
 def write_tasks(signum: int, frame: object) -> None:
     """Write the names of this loop's tasks; the file appears whole."""
     target = Path(os.environ["FAULTS_TASKS"])
-    names = sorted(task.get_name() for task in asyncio.all_tasks() if not task.done())
+    names = sorted(map(_name, asyncio.all_tasks()))
     draft = target.with_suffix(".draft")
     draft.write_text("\n".join(names))
     draft.replace(target)
+
+
+def _name(task: "asyncio.Task[object]") -> str:
+    name = task.get_name()
+    return task.get_coro().__qualname__ if name.startswith("Task-") else name  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -138,6 +138,18 @@ class Stack:
             log=LogConfig(level="info"),
         )
 
+    @contextlib.contextmanager
+    def paused(self, point: str, *names: str) -> Iterator[None]:
+        """Hold whatever comes to this pause point of these members for the length of the block."""
+        with contextlib.ExitStack() as pauses:
+            for name in names:
+                pauses.enter_context(self.members[name].paused(point))
+            yield
+
+    async def until_gone(self, name: str) -> None:
+        """Wait until the fleet has noticed that a member lives no more."""
+        await wait_until(lambda: not any(_id(record) == name for record in self._live()), 6.0, lambda: f"{name} lives")
+
     def url(self, gateway: str) -> str:
         """Return a gateway's address."""
         return self.fleet.gateways[gateway].url
@@ -227,7 +239,8 @@ async def run_stack(handoff: HandoffMode) -> AsyncIterator[Stack]:
         bus = Bus.connect(server.internal_url, name="faults", client_id="faults")
         stack.bus = await context.enter_async_context(bus)
         stack.fleet = await context.enter_async_context(watch(stack.bus))
-        stack.session = await context.enter_async_context(aiohttp.ClientSession())
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # an idle connection is a task of the gateway's
+        stack.session = await context.enter_async_context(aiohttp.ClientSession(connector=connector))
         stack.client = Client(stack.bus)
         await stack.client.start()
         stack.fleet.on_change(_tell(stack.client))
@@ -240,9 +253,13 @@ async def run_stack(handoff: HandoffMode) -> AsyncIterator[Stack]:
             assert [member.exit_codes[-1] for member in running] == [0] * len(running), stack.logs()
 
 
+def _id(record: Record) -> str:
+    return record.worker_id if isinstance(record, RuntimeConfig) else record.id
+
+
 def _tell(client: Client) -> Callable[[ChangeKind, Record], None]:
     def on_change(kind: ChangeKind, record: Record) -> None:
         if kind == "left":
-            client.holder_left(record.worker_id if isinstance(record, RuntimeConfig) else record.id)
+            client.holder_left(_id(record))
 
     return on_change

@@ -5,10 +5,9 @@ import time
 import pytest
 
 from schemas.errors import EngineError
-from schemas.hop import Abort
+from schemas.hop import Abort, Ok
 from schemas.ids import AttemptId
-from schemas.message import encode
-from tests.faults.asking import RESUMES, Via
+from tests.faults.asking import Via
 from tests.faults.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -29,17 +28,15 @@ async def test_prefill_killed_while_computing(stack: Stack) -> None:
 
 
 async def test_prefill_killed_with_the_kv_ready_and_not_fetched(stack: Stack) -> None:
-    """Decode queues: it has no slot to fetch the KV into. It finds the KV gone and computes the prompt itself."""
-    await stack.have(*PAIR, max_num_seqs=2)
-    occupants = [stack.ask(stack.prompt(), 3000) for _ in range(2)]
-    for occupant in occupants:
-        await occupant.begun()
-    answers = stack.ask_both()
-    await answers[1].until("decoding")
-    await stack.until_load("p1", lambda load: load.kv_blocks_used == 8 and not load.queued_prefill_tokens)
-    stack["p1"].kill()
-    for occupant in occupants:
-        await occupant.leave()
+    """Decode queues behind a step that doesn't end. It finds the KV gone and computes the prompts itself."""
+    await stack.have(*PAIR)
+    with stack["d1"].paused("after_first_token"):
+        occupant = stack.ask(stack.prompt())
+        await stack["d1"].hit("after_first_token")
+        answers = [occupant, *stack.ask_both()]
+        await stack.until_load("d1", lambda load: load.running + load.waiting == 3)
+        await stack.until_load("p1", lambda load: load.kv_blocks_used == 8 and not load.queued_prefill_tokens)
+        stack["p1"].kill()
     for answer in answers:
         (await answer.over()).check_whole()
     await stack.all_free()
@@ -114,9 +111,9 @@ async def test_a_background_prefill_that_fails_is_known_within_a_second(stack: S
         failed_at = time.monotonic()
         error = EngineError("the prompt broke the engine", phase="prefill").record()
         abort = Abort(attempt_id=AttemptId(attempt), reason="failed", error=error)
-        await stack.bus.publish(stack.bus.subjects.worker("p1", "abort"), encode(abort))
-        if not RESUMES or stack.handoff == "rendezvous":
-            (await answer.over()).check_went_on()
+        await stack.bus.ask(stack.bus.subjects.worker("p1", "abort"), abort, Ok)
+        if stack.handoff == "rendezvous":  # prefill still stands at its pause point
+            (await answer.over()).check_whole()
             assert time.monotonic() - failed_at < 1.0
     (await answer.over()).check_went_on()
     await stack.all_free()
