@@ -44,7 +44,7 @@ async def test_a_request_goes_through_both_workers_and_reads_as_from_one(nats_se
         one = await here.generate(prompt(40), max_tokens=1)
         assert (one.ids, one.decoded_by, one.finished.reason) == (expected[40][:1], "", "length")
         await here.all_free()
-        assert [llm.executor.num_transfers for llm in fabric.llms] == [0, 2]
+        assert sorted(llm.executor.num_transfers for llm in fabric.llms) == [0, 2]
         assert here["d"].load().num_remote_prefills == 2
 
 
