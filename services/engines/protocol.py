@@ -15,12 +15,22 @@ from schemas.frames import Failed, Finished, Tokens
 from schemas.handoff import BootstrapEndpoint, Handoff
 from schemas.hop import DecodeRequest, PrefillDone, PrefillEnded, PrefillFailed, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId
+from schemas.kv_events import KvChange
 from schemas.message import Message
 from schemas.model_card import ModelCard
+from schemas.worker import PrefillCost
 
 A = TypeVar("A", bound=Message)
 
-EngineEvent = Tokens | Finished | Failed | PrefillDone | PrefillEnded | PrefillFailed
+
+class CacheChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefix cache gained or lost blocks. Told before what the step did for attempts; no attempt's own event."""
+
+    changes: tuple[KvChange, ...]
+    attempt_id: AttemptId = AttemptId("")
+
+
+EngineEvent = CacheChanged | Tokens | Finished | Failed | PrefillDone | PrefillEnded | PrefillFailed
 Emit = Callable[[Sequence[EngineEvent]], None]
 
 
@@ -70,6 +80,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    pass_tokens: int = 0
+    pass_age_s: float = 0.0
+    prefill_cost: PrefillCost | None = None
 
 
 class PeerLink(Protocol):

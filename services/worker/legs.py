@@ -37,7 +37,7 @@ from schemas.hop import (
 )
 from schemas.ids import AttemptId, new_room
 from schemas.worker import RuntimeConfig
-from services.engines.protocol import Engine, EngineEvent
+from services.engines.protocol import CacheChanged, Engine, EngineEvent
 from services.worker.deadline_watch import DeadlineWatch
 from services.worker.ledger import Entry, Ledger
 from services.worker.load import LoadReporter
@@ -114,6 +114,8 @@ class LegDesk:
         self.stall.check()
         now = time.time()
         for event in events:
+            if isinstance(event, CacheChanged):
+                continue  # the worker's KV publisher tells it
             entry = self.ledger.get(event.attempt_id)
             if entry is not None:
                 self._deliver(entry, event, now)

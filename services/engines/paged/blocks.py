@@ -7,6 +7,7 @@ Each block is in one of four places: used (referenced), quarantined (referenced 
 from collections.abc import Sequence as Seq
 
 from schemas.ids import AttemptId
+from services.engines.paged.cache_log import CacheLog
 from services.engines.paged.hashing import BlockHash
 from services.engines.paged.prefix_cache import PrefixCache
 
@@ -16,13 +17,16 @@ class PoolExhaustedError(Exception):
 
 
 class BlockManager:
-    """Reference counts, prefix cache and quarantine over the blocks 0 … num_blocks-1."""
+    """Reference counts, prefix cache and quarantine over the blocks 0 … num_blocks-1. `log` tells what the cache gained
+    and lost."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._num_refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cache = PrefixCache()
+        self._names: dict[int, int] = {}
+        self.log = CacheLog()
         self._set_aside: dict[AttemptId, list[int]] = {}
         self._num_set_aside_refs: dict[int, int] = {}
         self.num_quarantined = 0
@@ -66,9 +70,14 @@ class BlockManager:
             self._reference(block_id)
         return [*hits, *(self._take_one() for _ in range(num_new))]
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """Make a referenced block's complete KV a prefix hit for others. It must not be written any more."""
-        self._cache.publish(block_id, block_hash)
+    def publish(self, block_id: int, block_hash: BlockHash, name: int = 0, parent: int = 0) -> None:
+        """Make a referenced block's complete KV a prefix hit for others. It must not be written any more.
+
+        `name` is what others than engines call the block (services/prefix_hash.py), `parent` the one before it.
+        """
+        if self._cache.publish(block_id, block_hash):
+            self._names[block_id] = name
+            self.log.stored(parent, name)
 
     def release(self, block_ids: Seq[int]) -> None:
         """Give up one reference to each; a sequence's tail becomes evictable before its head."""
@@ -96,7 +105,11 @@ class BlockManager:
                 self._vacate(block_id)
 
     def _take_one(self) -> int:
-        block_id = self._free.pop() if self._free else self._cache.evict()
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id = self._cache.evict()
+            self.log.removed(self._names.pop(block_id))
         self._num_refs[block_id] = 1
         return block_id
 

@@ -55,7 +55,7 @@ class Completion:
         table.extend_hashes(sequence.ids, self._block_size)
         num_full = sequence.num_computed // self._block_size
         for index in range(table.num_published, num_full):
-            blocks.publish(table.blocks[index], table.hashes[index])
+            blocks.publish(table.blocks[index], table.hashes[index], table.names[index + 1], table.names[index])
         table.num_published = num_full
 
     def _drawn(self, sequence: Sequence, drawn: Sampled, now: float) -> None:

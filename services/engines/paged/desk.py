@@ -13,6 +13,8 @@ from schemas.errors import ErrorRecord
 from schemas.frames import Failed, Finished, FinishReason, TokenLogprobs, Tokens
 from schemas.ids import AttemptId
 from schemas.request import GenerateRequest
+from schemas.worker import PrefillCost
+from services.engines.protocol import CacheChanged
 
 
 class BlocksReserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +51,7 @@ class PromptComputed(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float
 
 
-Notice = BlocksReserved | ChunkComputed | PromptComputed | Tokens | Finished | Failed
+Notice = CacheChanged | BlocksReserved | ChunkComputed | PromptComputed | Tokens | Finished | Failed
 Notify = Callable[[Sequence[Notice]], None]
 
 
@@ -69,6 +71,9 @@ class DeskLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    pass_tokens: int = 0
+    pass_age_s: float = 0.0
+    prefill_cost: PrefillCost | None = None
 
 
 class Desk(Protocol):

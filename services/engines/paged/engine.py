@@ -30,7 +30,7 @@ from services.engines.paged.pull import PullDecode, PullPrefill
 from services.engines.paged.rendezvous import MeetDecode, MeetPrefill
 from services.engines.paged.runner import ModelRunner, RunnerSpec
 from services.engines.pause import PausePoints
-from services.engines.protocol import Emit, EngineEvent, EngineLoad, EngineProfile, PeerLink
+from services.engines.protocol import CacheChanged, Emit, EngineEvent, EngineLoad, EngineProfile, PeerLink
 from services.kv.lease import LeaseTable
 from services.kv.mover import Mover
 from services.kv.process import host_id
@@ -217,6 +217,9 @@ class PagedEngine:
         site = self._running()
         events: list[EngineEvent] = []
         for notice in notices:
+            if isinstance(notice, CacheChanged):
+                events.append(notice)
+                continue
             leg = site.legs.get(notice.attempt_id)
             if isinstance(notice, Tokens):
                 events.append(notice)

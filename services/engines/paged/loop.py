@@ -5,6 +5,7 @@ A runner that raises ends the thread; `join` then raises on the event loop, so t
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -147,7 +148,7 @@ class EngineThread:
 
     def load(self) -> DeskLoad:
         """Return the load, requests not yet applied included."""
-        load, backlog = self._scheduler.load(), self._backlog
+        load, backlog = self._steps.progress.added_to(self._scheduler.load(), time.monotonic()), self._backlog
         if not backlog.num_requests:
             return load
         return structs.replace(

@@ -31,11 +31,14 @@ class PrefixCache:
             found.append(block_id)
         return found
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """Name a referenced block's KV. The first block of a hash keeps it; a later copy stays private."""
-        if block_hash not in self._block_by_hash and block_id not in self._hash_by_block:
-            self._block_by_hash[block_hash] = block_id
-            self._hash_by_block[block_id] = block_hash
+    def publish(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Name a referenced block's KV; return whether it took the name. The first block of a hash keeps it; a later
+        copy stays private."""
+        if block_hash in self._block_by_hash or block_id in self._hash_by_block:
+            return False
+        self._block_by_hash[block_hash] = block_id
+        self._hash_by_block[block_id] = block_hash
+        return True
 
     def rest(self, block_id: int) -> None:
         """Note that a published block lost its last reference: it is the most recent idle one now."""

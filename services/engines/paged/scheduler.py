@@ -11,6 +11,7 @@ from math import inf
 from schemas.errors import EngineError, ErrorRecord
 from schemas.frames import TokenLogprobs
 from schemas.ids import AttemptId
+from schemas.kv_events import KvChange
 from schemas.request import GenerateRequest
 from services.engines.paged.completion import Completion
 from services.engines.paged.desk import DeskLoad, Notice
@@ -119,6 +120,10 @@ class Scheduler:
         """Return the notices since the last call, in order."""
         notices, self._ledger.notices = self._ledger.notices, []
         return notices
+
+    def cache_changes(self) -> tuple[KvChange, ...]:
+        """Return what the prefix cache gained and lost since the last call, in order."""
+        return self._ledger.blocks.log.take()
 
     def load(self) -> DeskLoad:
         """Return the load now; any thread may ask."""

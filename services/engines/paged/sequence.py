@@ -11,6 +11,8 @@ from schemas.request import GenerateRequest
 from services.engines.paged.hashing import BlockHash, extend_hashes, root_hash
 from services.engines.paged.limits import Limits
 from services.engines.paged.runner import SampleSpec
+from services.prefix_hash import chain
+from services.prefix_hash import root_hash as root_name
 
 Purpose = Literal["generate", "hold", "reserve"]
 
@@ -50,19 +52,25 @@ class StopRules:
 
 
 class BlockTable:
-    """The blocks of a sequence in order of position, and the hashes of its full ones."""
+    """The blocks of a sequence in order of position, the hashes of its full ones, and their `names` for routers: that
+    of a block is names[index + 1], that of its parent names[index]."""
 
-    __slots__ = ("_root", "blocks", "hashes", "num_published")
+    __slots__ = ("_root", "blocks", "hashes", "names", "num_published")
 
     def __init__(self, cache_salt: str) -> None:
         self._root = root_hash(cache_salt)
         self.blocks: list[int] = []
         self.hashes: list[BlockHash] = []
+        self.names = [root_name(cache_salt)]
         self.num_published = 0
 
     def extend_hashes(self, ids: list[int], block_size: int) -> None:
         """Name all full blocks of `ids`."""
+        num_named = len(self.hashes)
         extend_hashes(self.hashes, self._root, ids, block_size)
+        if len(self.hashes) > num_named:
+            end = len(self.hashes) * block_size
+            self.names += chain(self.names[-1], ids[num_named * block_size : end], block_size)
 
     def give_up(self) -> list[int]:
         """Return the blocks, whose references are the caller's from now on, and forget them."""

@@ -9,8 +9,10 @@ from math import inf
 from schemas.ids import AttemptId
 from services.engines.paged.desk import Notice
 from services.engines.paged.outbox import Outbox, Unmute
+from services.engines.paged.pass_progress import PassProgress
 from services.engines.paged.runner import ModelRunner
 from services.engines.paged.scheduler import Scheduler
+from services.engines.protocol import CacheChanged
 
 Order = Callable[[float], None]
 
@@ -26,6 +28,7 @@ class StepLoop:
         self._wake = threading.Event()
         self._is_stopping = False
         self._unmutes: list[Unmute] = []
+        self.progress = PassProgress()
 
     def post(self, order: Order) -> None:
         """Apply an order before the next step; it is passed the time of its application."""
@@ -51,7 +54,9 @@ class StepLoop:
             if plan is None:
                 self._idle()
                 continue
+            started = self.progress.begin(plan, time.monotonic())
             sampled = execute(plan.slices)
+            self.progress.end(plan, time.monotonic() - started)
             scheduler.apply(plan, sampled, time.time())
             self._flush()
 
@@ -62,6 +67,9 @@ class StepLoop:
 
     def _flush(self) -> None:
         notices: list[Notice | Unmute] = [*self._scheduler.take(), *self._unmutes]
+        changes = self._scheduler.cache_changes()
+        if changes:  # first: whoever hears that a prompt is done may ask what is cached
+            notices.insert(0, CacheChanged(changes=changes))
         if notices:
             self._unmutes.clear()
             self._outbox.put(notices)
