@@ -19,13 +19,14 @@ from schemas.model_card import ModelCard
 from schemas.peer import ConfirmRequest, Verdict
 from services.engines.adapter.tick import TickEmitter
 from services.engines.paged.limits import Limits
-from services.engines.protocol import Emit, EngineLoad, EngineProfile, PeerLink
+from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
 from services.engines.trtllm.api import Llm, TrtllmApi
 from services.engines.trtllm.context_leg import ContextLeg
 from services.engines.trtllm.facts import DEFAULT_KV_TIMEOUT_S, kv_capacity, kv_timeout_s, profile
 from services.engines.trtllm.generation_leg import GenerationLeg, resumed_end, worker_lost
 from services.engines.trtllm.held import HeldKv
 from services.engines.trtllm.ids import DisaggIds
+from services.engines.trtllm.kv_events import KvEventBook
 from services.engines.trtllm.load import LoadBook
 from services.engines.trtllm.site import Site, Submitter, now_s
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 STATISTICS_IDLE_S = 0.5
 STATISTICS_PAUSE_S = 0.2
+EVENTS_IDLE_S = 0.5
+EVENTS_PAUSE_S = 0.02
 
 
 class TrtllmEngine:
@@ -75,6 +78,9 @@ class TrtllmEngine:
                 self._site = self._make_site(api, llm, engine_profile, worker, epoch, peers, emit, tasks, died)
                 if llm.args.enable_iter_perf_stats:
                     tasks.create_task(_watch_statistics(llm, self._site.book), name="trtllm-statistics")
+                if llm.args.kv_cache_config.event_buffer_max_size:
+                    book = KvEventBook(engine_profile.block_size)
+                    tasks.create_task(_watch_kv_events(llm, book, self._site.outbox), name="trtllm-kv-events")
                 ready(engine_profile)
                 await died
         finally:
@@ -204,6 +210,15 @@ async def _watch_statistics(llm: Llm, book: LoadBook) -> None:
         async for statistics in llm.get_stats_async(timeout=STATISTICS_IDLE_S):
             book.observe(statistics)
         await asyncio.sleep(STATISTICS_PAUSE_S)
+
+
+async def _watch_kv_events(llm: Llm, book: KvEventBook, outbox: TickEmitter) -> None:
+    """Emit what changes in the engine's prefix cache; the iterator ends whenever nothing does."""
+    while True:
+        async for event in llm.get_kv_cache_events_async(timeout=EVENTS_IDLE_S):
+            if changes := book.take(event):
+                outbox.add([CacheChanged(changes=changes)])
+        await asyncio.sleep(EVENTS_PAUSE_S)
 
 
 def _known_kv_timeout_s(llm: Llm) -> float:

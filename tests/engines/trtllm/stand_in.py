@@ -18,6 +18,8 @@ Whose behaviour it follows (the keys are services/engines/trtllm/__init__.py's):
     end, and add no logprobs for it: py_executor.py X, PR #16691
   - context KV waits until fetched or kv_transfer_timeout_ms after `length` or `not_finished`, and isn't set up after
     `stop`: openai_disagg_service.py V
+  - KV events are numbered, name blocks by hashes of the engine's own (beyond int64 at times), and tell short blocks
+    too: _utils.py #52995752
   - abort() is fire-and-forget and ends the stream as `cancelled`; after the end it does nothing: R. During a transfer
     it wedges (PRs #12313, #13713): here that is recorded in `aborts_in_transfer`, which must stay empty.
 
@@ -28,6 +30,7 @@ speculation, attention DP, CUDA graphs; what a real opaque_state holds; races in
 import asyncio
 import functools
 import os
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -226,7 +229,8 @@ class StandInLlm:
             raise ValueError(f"LLM got invalid argument: {min(unknown)}")
         values: dict[str, Any] = {**ARGS, **kwargs}
         values["kv_cache_config"] = SimpleNamespace(
-            **{"dtype": "auto", "tokens_per_block": 4, "max_blocks": 256} | values["kv_cache_config"]
+            **{"dtype": "auto", "tokens_per_block": 4, "max_blocks": 256, "event_buffer_max_size": 0}
+            | values["kv_cache_config"]
         )
         if values["cache_transceiver_config"] is not None:
             values["cache_transceiver_config"] = SimpleNamespace(
@@ -274,15 +278,16 @@ class StandInLlm:
         return output
 
     async def get_stats_async(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
-        """E: nothing before the first request; ends when idle for `timeout` seconds."""
-        loop = asyncio.get_running_loop()
-        heard_at = loop.time()
-        while self.executor.has_begun and loop.time() - heard_at < timeout:
-            if self.executor.statistics:
-                heard_at = loop.time()
-                yield self.executor.statistics.popleft()
-            else:
-                await asyncio.sleep(0.01)
+        """E: nothing before the first request."""
+        if self.executor.has_begun:
+            async for one in _until_idle(self.executor.statistics, timeout):
+                yield one
+
+    async def get_kv_cache_events_async(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
+        """E: not before the first request."""
+        assert self.executor.has_begun, "KV Event IterationResult is not properly instantiated."
+        async for one in _until_idle(self.executor.kv_events, timeout):
+            yield one
 
     def get_kv_cache_capacity(self) -> dict[str, int]:
         cache = self.args.kv_cache_config
@@ -296,6 +301,18 @@ class StandInLlm:
 
     def shutdown(self) -> None:
         self.executor.shut_down()
+
+
+async def _until_idle(found: deque[dict[str, Any]], timeout: float) -> AsyncIterator[dict[str, Any]]:
+    """Yield what comes until nothing has come for `timeout` seconds."""
+    loop = asyncio.get_running_loop()
+    heard_at = loop.time()
+    while loop.time() - heard_at < timeout:
+        if found:
+            heard_at = loop.time()
+            yield found.popleft()
+        else:
+            await asyncio.sleep(0.01)
 
 
 def stand_in_api(fabric: Fabric, **switches: Any) -> TrtllmApi:

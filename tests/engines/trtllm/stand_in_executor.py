@@ -105,6 +105,8 @@ class Executor:
         self.num_transfers = 0
         self.num_computed_prompt_tokens = 0
         self.statistics: deque[dict[str, Any]] = deque()
+        self.kv_events: deque[dict[str, Any]] = deque()
+        self._num_kv_events = 0
         self.has_begun = False
         self.is_shut_down = False
         self.submitted: list[Request] = []
@@ -231,11 +233,47 @@ class Executor:
         hits = [len(ids) for salt, ids in prefixes[: (len(prompt) - 1) // size] if (salt, ids) in self._prefixes]
         request.cached_tokens = max(hits, default=0)
         self.num_computed_prompt_tokens += len(prompt) - request.cached_tokens
+        self._tell_stored(request, [one for one in prefixes if one not in self._prefixes])
         self._prefixes.update(prefixes)
         for token_id in prompt:
             _append(request.rows, token_id)
         request.phase = "decode"
         self._draw(request)
+
+    def evict(self) -> None:
+        """Drop the whole prefix cache."""
+        with self._news:
+            hashes = [_block_hash(salt, ids) for salt, ids in self._prefixes]
+            self._prefixes.clear()
+            self._tell_kv_event({"type": "removed", "block_hashes": [*hashes, 12345]})
+
+    def _tell_stored(self, request: Request, prefixes: list[tuple[str, tuple[int, ...]]]) -> None:
+        """One event of the blocks that are new, the short one at the end included."""
+        size, salt = self._block_size, request.cache_salt
+        whole = tuple(request.prompt[: len(request.prompt) // size * size])
+        told = [ids for _, ids in prefixes]
+        if len(whole) < len(request.prompt):
+            told.append(tuple(request.prompt))
+        if not told:
+            return
+        before = told[0][: (len(told[0]) - 1) // size * size]
+        blocks = [
+            {
+                "type": "stored_block",
+                "block_hash": _block_hash(salt, ids),
+                "tokens": [{"token_id": one, "token_extra_id": 0} for one in ids[(len(ids) - 1) // size * size :]],
+                "cache_level": 0,
+                "priority": 35,
+                "cache_salt": salt or None,
+            }
+            for ids in told
+        ]
+        parent_hash = _block_hash(salt, before) if before else None
+        self._tell_kv_event({"type": "stored", "parent_hash": parent_hash, "blocks": blocks})
+
+    def _tell_kv_event(self, data: dict[str, Any]) -> None:
+        self._num_kv_events += 1
+        self.kv_events.append({"event_id": self._num_kv_events, "data": data, "window_size": 400})
 
     def _draw(self, request: Request) -> None:
         sampling = request.sampling
@@ -321,6 +359,10 @@ class Executor:
             )
         )
         request.unsent, request.unsent_rows = [], []
+
+
+def _block_hash(salt: str, ids: tuple[int, ...]) -> int:
+    return hash((salt, ids)) & MASK
 
 
 def _append(rows: list[Row], token_id: int) -> None:
