@@ -13,7 +13,7 @@ from schemas.ids import Epoch, WorkerId, new_attempt_id
 from schemas.peer import ConfirmRequest, LeaseRequest
 from schemas.request import Sampling, StopConditions
 from tests.engines.paged.fleet import aggregated, decode_leg, prefill_leg, prompt, pulled, request_for
-from tests.engines.trtllm.scene import CARD, Scene, handed_over, scene_of, seated
+from tests.engines.trtllm.scene import CARD, SOON, Scene, handed_over, scene_of, seated
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -198,8 +198,7 @@ async def test_an_abort_during_the_context_phase_leaves_nothing(error):
 
 
 async def test_prefill_hears_that_its_kv_was_fetched_and_holds_it_no_longer():
-    a_minute = {"cache_transceiver_config": '{"backend": "NIXL", "kv_transfer_timeout_ms": 60000}'}
-    async with scene_of(engine_args=a_minute) as scene:
+    async with scene_of() as scene:
         request = request_for(prompt(20), max_tokens=4)
         done = await handed_over(scene["p"], request)
         assert scene["p"].engine.load().num_held == 1
@@ -210,7 +209,7 @@ async def test_prefill_hears_that_its_kv_was_fetched_and_holds_it_no_longer():
 
 
 async def test_kv_that_nobody_fetches_is_held_until_the_engines_timeout():
-    async with scene_of() as scene:
+    async with scene_of(engine_args=SOON) as scene:
         p, request = scene["p"], request_for(prompt(20), max_tokens=4)
         await handed_over(p, request)
         p.engine.abort(request.attempt_id)
@@ -252,7 +251,7 @@ async def test_an_abort_in_mid_stream_leaves_nothing(is_remote):
 
 
 async def test_fifty_aborts_at_any_time_leave_nothing():
-    async with scene_of() as scene:
+    async with scene_of(engine_args=SOON) as scene:
         for number in range(50):
             p, d, request = scene["p"], scene["d"], request_for(prompt(9, number), max_tokens=30)
             p.engine.prefill(prefill_leg(request))
@@ -271,7 +270,7 @@ async def test_fifty_aborts_at_any_time_leave_nothing():
 
 
 async def test_a_decode_refusal_is_told_at_once_and_the_kv_times_out():
-    async with scene_of() as scene:
+    async with scene_of(engine_args=SOON) as scene:
         request = request_for(prompt(20), max_tokens=4)
         done = await handed_over(scene["p"], request)
         for params, changes in (
@@ -304,7 +303,7 @@ async def test_a_handoff_is_used_once():
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 async def test_kv_that_timed_out_is_recomputed_or_fails_as_configured(policy):
-    async with scene_of(kv_load_failure=policy) as scene:
+    async with scene_of(kv_load_failure=policy, engine_args=SOON) as scene:
         d, request = scene["d"], request_for(prompt(20), max_tokens=6)
         done = await handed_over(scene["p"], request)
         await scene.until_empty()

@@ -10,7 +10,7 @@ from bus.server import NatsServer
 from schemas.frames import Tokens
 from schemas.request import StopConditions
 from tests.engines.paged.fleet import prompt
-from tests.engines.trtllm.scene import CARD, make_engine
+from tests.engines.trtllm.scene import CARD, SOON, make_engine
 from tests.engines.trtllm.stand_in_executor import Fabric
 from tests.flow.stack import Stack, stack, start_worker, until_ready
 
@@ -58,7 +58,7 @@ async def test_eos_in_prefill_ends_the_request_without_a_decode_leg(nats_server)
 
 async def test_a_client_that_leaves_in_any_phase_leaves_nothing_behind(nats_server):
     fabric = Fabric()
-    async with trtllm_stack(nats_server, fabric, "p", "d") as here:
+    async with trtllm_stack(nats_server, fabric, "p", "d", engine_args=SOON, kv_load_failure="recompute") as here:
         for number in range(9):
             seen = 0
 
