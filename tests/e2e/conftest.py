@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,12 +67,13 @@ def free_port() -> int:
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float = 90.0) -> None:
+    """Return once serve says that all it started is ready: /ready alone is 200 with decode serving aggregated."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         assert process.poll() is None, log.read_text()[-4000:]
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            if urllib.request.urlopen(url + "/ready", timeout=2).status == 200:
-                return
+        if "Ready. Ask it" in log.read_text():
+            assert urllib.request.urlopen(url + "/ready", timeout=2).status == 200
+            return
         time.sleep(0.05)
     raise AssertionError(f"not ready within {limit_s} s:\n{log.read_text()[-4000:]}")
 
