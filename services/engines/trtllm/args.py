@@ -25,7 +25,7 @@ def llm_kwargs(engine_args: Mapping[str, str], *, role: RoleName, model_path: st
     (None is off [A]: its handoffs could never work).
     """
     if not model_path:
-        raise RequestError("the engine trtllm needs a model folder: --model-path", param="model_path")
+        raise RequestError("the engine trtllm needs a model folder: --model FOLDER", param="model_path")
     kwargs = {name: _value(text) for name, text in engine_args.items() if name != ALLOW_UNTESTED}
     if taken := sorted(OURS & kwargs.keys()):
         raise RequestError(f"{taken[0]} is set by busway, not by an engine argument", param=taken[0])
