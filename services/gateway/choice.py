@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from schemas.frames import Failed, Finished, FinishReason, Frame, Timings, TokenLogprobs, Tokens, Usage
+from schemas.frames import Decoding, Failed, Finished, FinishReason, Frame, Timings, TokenLogprobs, Tokens, Usage
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.stop_matcher import StopMatcher
 
@@ -27,13 +27,15 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one step adds to a choice. `finish_reason` marks the last one."""
+    """What one step adds to a choice. `finish_reason` marks the last one, `is_resumed` there a completion that went on
+    after a lost worker where that isn't exact."""
 
     index: int
     text: str
     scores: tuple[TokenScore, ...] = ()
     finish_reason: FinishReason | None = None
     num_tokens: int = 0
+    is_resumed: bool = False
 
 
 class Choice:
@@ -59,6 +61,7 @@ class Choice:
         self._has_logprobs = has_logprobs
         self._is_by_token = bool(stop_strings) or has_logprobs
         self._num_chars = 0
+        self._is_resumed = False
 
     @property
     def is_stopped_by_string(self) -> bool:
@@ -81,13 +84,16 @@ class Choice:
                 if self.finish_reason is None:
                     text += self._take(token_ids) + self._finish(frame)
                     token_ids = []
+            elif isinstance(frame, Decoding):
+                # Once more: some of it came from another worker.
+                self._is_resumed |= self.num_tokens > 0 and not frame.can_resume_exactly
             elif isinstance(frame, Failed):
                 raise TypeError("a failed frame reached the choice: the client library raises it")
         text += self._take(token_ids)
         num_tokens = self.num_tokens - num_before
         if not (num_tokens or text or self.finish_reason):
             return None
-        return ChoiceDelta(self.index, text, tuple(scores), self.finish_reason, num_tokens)
+        return ChoiceDelta(self.index, text, tuple(scores), self.finish_reason, num_tokens, self._is_resumed)
 
     def _take(self, token_ids: list[int]) -> str:
         """Take all ids of a step at once: nothing depends on single ones."""
@@ -114,6 +120,7 @@ class Choice:
 
     def _finish(self, frame: Finished) -> str:
         self.usage = frame.usage
+        self._is_resumed |= frame.usage.is_resumed
         self.timings = frame.timings
         self.finish_reason = frame.reason
         shown = self._matcher.push(self._detokenizer.flush())

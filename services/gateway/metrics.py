@@ -66,6 +66,13 @@ class GatewayMetrics:
         self._in_flight = Gauge(
             "busway_gateway_requests_in_flight", "Requests being answered", ["endpoint"], registry=self.registry
         )
+        self._resumes = Counter(
+            "busway_resumes",
+            "Requests sent anew with the ids delivered so far, by the code of the error that cost the attempt before",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._resends = Counter("busway_resends", "Times a holder was asked to send again", registry=self.registry)
         self._ttft = self._histogram("time_to_first_token_seconds", "From the request's arrival to the first token")
         self._duration = self._histogram("request_seconds", "From the request's arrival to its end")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts accepted")
@@ -74,6 +81,12 @@ class GatewayMetrics:
     def gaps(self, model: str) -> GapHistogram:
         """Return the histogram of a model's inter-token gaps."""
         return self._gaps.by_model.setdefault(model, GapHistogram())
+
+    def resumed(self, reason: str) -> None:
+        self._resumes.labels(reason).inc()
+
+    def resent(self, holder: str) -> None:
+        self._resends.inc()
 
     def begin(self, endpoint: str) -> None:
         self._in_flight.labels(endpoint).inc()

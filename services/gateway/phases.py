@@ -22,6 +22,7 @@ class Phases:
         self.prefill_worker = ""
         self.decode_worker = ""
         self.num_computed_prompt_tokens: int | None = None
+        self.num_resubmits: int | None = None
         self._timings = Timings()
 
     def observe(self, frames: Sequence[Frame], now: float) -> None:
@@ -33,7 +34,7 @@ class Phases:
                     if self.first_token_at is None:
                         self.first_token_at = now
                 case Accepted():
-                    self.accepted_at, self.router = now, frame.router
+                    self.accepted_at, self.router = self.accepted_at or now, frame.router
                 case Prefilling():
                     self.prefill_worker = frame.worker
                 case Decoding():
@@ -41,6 +42,7 @@ class Phases:
                 case Finished():
                     self._timings = frame.timings
                     self.num_computed_prompt_tokens = frame.usage.num_computed_prompt_tokens
+                    self.num_resubmits = frame.usage.num_resubmits
 
     def render(self, now: float) -> dict[str, object]:
         """Return the `busway` object: seconds per phase, KV bytes moved, and who held the request."""
@@ -65,6 +67,7 @@ class Phases:
             **{name: round(value, 6) for name, value in seconds.items()},
             "kv_bytes": timings.kv_bytes,
             "num_computed_prompt_tokens": self.num_computed_prompt_tokens,
+            "num_resubmits": self.num_resubmits,
             "router": self.router,
             "prefill_worker": self.prefill_worker,
             "decode_worker": self.decode_worker,

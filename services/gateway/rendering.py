@@ -14,6 +14,9 @@ from services.gateway.choice import ChoiceDelta, TokenScore
 from services.gateway.logprobs import TokenBytesOf, chat_logprobs, completion_logprobs
 from services.gateway.openai_request import Endpoint
 
+# Our own mark on a choice: it went on after a lost worker where that isn't exact.
+_RESUMED = b',"resumed":true'
+
 
 @dataclass(frozen=True, slots=True)
 class Heading:
@@ -44,11 +47,13 @@ class WholeChoice:
     text: str
     scores: list[TokenScore]
     finish_reason: str | None = None
+    is_resumed: bool = False
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
         self.scores.extend(delta.scores)
         self.finish_reason = delta.finish_reason
+        self.is_resumed = delta.is_resumed
 
 
 class Renderer(Protocol):
@@ -93,13 +98,16 @@ class _ChunkTemplate:
         extension = b"" if busway is None else b',"busway":' + orjson.dumps(busway)
         return [self._empty_head + orjson.dumps(usage) + extension + b"}"]
 
-    def _chunk(self, index: int, payload: bytes, logprobs: object, finish_reason: str | None) -> bytes:
-        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b' % (
+    def _chunk(
+        self, index: int, payload: bytes, logprobs: object, finish_reason: str | None, is_resumed: bool = False
+    ) -> bytes:
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b%b' % (
             self._head,
             index,
             payload,
             b"null" if logprobs is None else orjson.dumps(logprobs),
             b"null" if finish_reason is None else b'"%b"' % finish_reason.encode(),
+            _RESUMED if is_resumed else b"",
             self._tail,
         )
 
@@ -128,7 +136,7 @@ class ChatRenderer(_ChunkTemplate):
             payload = b'"delta":{"content":%b}' % orjson.dumps(delta.text)
             chunks.append(self._chunk(delta.index, payload, self._logprobs(delta.scores), None))
         if delta.finish_reason is not None:
-            chunks.append(self._chunk(delta.index, b'"delta":{}', None, delta.finish_reason))
+            chunks.append(self._chunk(delta.index, b'"delta":{}', None, delta.finish_reason, delta.is_resumed))
         return chunks
 
     def document(
@@ -140,6 +148,7 @@ class ChatRenderer(_ChunkTemplate):
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
                 "logprobs": self._logprobs(choice.scores),
                 "finish_reason": choice.finish_reason,
+                **({"resumed": True} if choice.is_resumed else {}),
             }
             for choice in choices
         ]
@@ -160,7 +169,8 @@ class CompletionRenderer(_ChunkTemplate):
         if not (delta.text or delta.scores or delta.finish_reason):
             return []
         payload = b'"text":%b' % orjson.dumps(delta.text)
-        return [self._chunk(delta.index, payload, self._logprobs(delta.scores), delta.finish_reason)]
+        logprobs = self._logprobs(delta.scores)
+        return [self._chunk(delta.index, payload, logprobs, delta.finish_reason, delta.is_resumed)]
 
     def document(
         self, choices: Sequence[WholeChoice], usage: dict[str, object], busway: dict[str, object] | None
@@ -171,6 +181,7 @@ class CompletionRenderer(_ChunkTemplate):
                 "text": choice.text,
                 "logprobs": self._logprobs(choice.scores),
                 "finish_reason": choice.finish_reason,
+                **({"resumed": True} if choice.is_resumed else {}),
             }
             for choice in choices
         ]

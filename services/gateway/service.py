@@ -80,7 +80,7 @@ async def _assemble(
     fleet_metrics = FleetMetrics(fleet.workers, lambda: len(fleet.routers))
     metrics.registry.register(fleet_metrics)
     await bus.listen(bus.subjects.all_loads, fleet_metrics.hear)
-    client = Client(bus, owner=gateway_id)
+    client = Client(bus, owner=gateway_id, on_resubmit=metrics.resumed, on_resend=metrics.resent)
     await client.start()
     fleet.on_change(partial(_tell_who_left, client))
     models = ModelDirectory(bus, fleet, threads)

@@ -113,6 +113,7 @@ class Walk:
                 num_logprobs=request.num_logprobs,
                 cache_salt=request.cache_salt or "",
                 model_digest=model.vocabulary.digest,
+                end_ids=end_ids,
                 deadlines=Deadlines(total=time.time() + self._config.request_timeout_s),
                 traceparent=exchange.caller.traceparent,
             )

@@ -154,7 +154,7 @@ async def test_a_gap_in_the_frames_is_never_shown_as_success(rig: Rig) -> None:
     wire = await Wire.post(rig, chat())
     await wire.head()
     body = await wire.rest()
-    assert b'"code":"stream_broken"' in body
+    assert b'"code":"worker_lost"' in body  # nobody answers for what is missing, on any try
     assert b"[DONE]" not in body
     wire.close()
 
