@@ -7,8 +7,9 @@ TORCH_CPU_INDEX ?=
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 TORCH := $(shell sed -n 's/^torch==//p' deploy/constraints-cpu.txt)
 ARGS ?=
+ENGINE ?=
 
-.PHONY: serve demo test slow check bench install clean
+.PHONY: serve demo test slow conformance check bench install clean
 
 serve: $(STAMP)
 	@exec $(BIN)/busway serve $(ARGS)
@@ -17,10 +18,17 @@ demo: $(STAMP)
 	@exec $(BIN)/busway demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "not slow and not gpu and not conformance_vllm" $(ARGS)
 
 slow: $(STAMP)
-	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "slow and not gpu and not conformance_vllm" $(ARGS)
+
+# One suite for every engine: make conformance ENGINE=vllm (torch, sim, vllm; without ENGINE torch and sim).
+conformance: $(STAMP)
+ifneq ($(filter vllm,$(ENGINE)),)
+	deploy/engines/install.sh $(ENGINE)
+endif
+	nice -n 10 $(BIN)/pytest tests/conformance -k "$(or $(ENGINE),torch or sim)" --durations=5 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -12,8 +12,8 @@ from services.config import WorkerConfig
 
 
 class EngineCase(msgspec.Struct, frozen=True, kw_only=True):
-    """`flags` follow `busway worker`; `start_s` bounds the start on a busy machine; `num_recomputed`: prompt tokens
-    that decode always computes itself (vLLM runs the last one again for its logits). `block_size` is as in `flags`."""
+    """`flags` follow `busway worker`; `start_s` bounds the start on a busy machine; `block_size` is as
+    in `flags`."""
 
     name: str
     engine: str
@@ -24,7 +24,6 @@ class EngineCase(msgspec.Struct, frozen=True, kw_only=True):
     handoff: str = "pull"
     needs_model: bool = True
     start_s: float = 60.0
-    num_recomputed: int = 0
 
     def why_not(self) -> str:
         """Return why this engine can't run here, or ""."""
@@ -39,7 +38,12 @@ VLLM = (
     *("--", "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"),
     *("--max-num-seqs", "32"),
 )
-VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+VLLM_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles a helper, for most of a minute here
+}
 
 SIM = EngineCase(name="sim", engine="sim", backend="sim", flags=(), block_size=16, needs_model=False)
 CASES = (
@@ -70,7 +74,6 @@ CASES = (
         environ=VLLM_CPU,
         block_size=32,
         start_s=300.0,
-        num_recomputed=1,
     ),
 )
 
@@ -89,6 +92,12 @@ def params() -> list[object]:
         pytest.param(case, id=case.name, marks=() if case.engine in ("sim", "torch") else _marks(case))
         for case in CASES
     ]
+
+
+def only(name: str) -> pytest.MarkDecorator:
+    """Return the mark of tests that are one engine's alone."""
+    case = next(case for case in CASES if case.name == name)
+    return pytest.mark.parametrize("pair", [pytest.param(case, id=name, marks=_marks(case))], indirect=True)
 
 
 def _marks(case: EngineCase) -> tuple[pytest.MarkDecorator, ...]:

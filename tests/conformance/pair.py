@@ -80,11 +80,25 @@ class WorkerProcess:
         self._process.wait()
         self.log.write_bytes(b"")
 
+    def ask_to_leave(self) -> None:
+        """SIGTERM."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+
+    async def wait_left(self) -> int:
+        """Return the exit code."""
+        assert self._process is not None
+        return await asyncio.to_thread(self._process.wait, 60)
+
     def leave(self) -> int:
         """SIGTERM; return the exit code."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout=60)
+        self.ask_to_leave()
+        try:
+            return self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return -signal.SIGKILL
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -108,9 +122,9 @@ class Pair:
             worker.wait_ready()
 
     def stop(self) -> None:
-        for worker in (self.prefill, self.decode):
-            if worker.is_alive():
-                assert worker.leave() == 0, worker.log.read_text()[-4000:]
+        codes = [(worker, worker.leave()) for worker in (self.prefill, self.decode) if worker.is_alive()]
+        for worker, code in codes:
+            assert code == 0, worker.log.read_text()[-4000:]
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -142,7 +156,7 @@ class Desk:
 
     def __init__(self, bus: Bus, pair: Pair) -> None:
         self.pair = pair
-        self._bus = bus
+        self.bus = bus
         self._stream = f"{bus.inbox}.tok.s"
         self._results = f"{bus.inbox}.results"
         self._frames: dict[AttemptId, list[Frame]] = {}
@@ -151,8 +165,8 @@ class Desk:
         self._epoch = Epoch(time.time_ns())
 
     async def start(self) -> None:
-        await self._bus.listen(self._stream, self._on_frames)
-        await self._bus.listen(self._results, self._on_result)
+        await self.bus.listen(self._stream, self._on_frames)
+        await self.bus.listen(self._results, self._on_result)
 
     def request(
         self,
@@ -239,17 +253,18 @@ class Desk:
         return await self.decode(own)
 
     async def abort(self, worker: WorkerId, attempt: AttemptId) -> None:
-        subject = self._bus.subjects.worker(worker, "abort")
-        await self._bus.ask(subject, Abort(attempt_id=attempt, reason="test"), Ok, timeout_s=5.0)
+        subject = self.bus.subjects.worker(worker, "abort")
+        await self.bus.ask(subject, Abort(attempt_id=attempt, reason="test"), Ok, timeout_s=5.0)
 
     async def load(self, worker: WorkerId) -> LoadReport:
-        return await self._bus.ask(self._bus.subjects.worker(worker, "load"), Ok(), LoadReport, timeout_s=5.0)
+        return await self.bus.ask(self.bus.subjects.worker(worker, "load"), Ok(), LoadReport, timeout_s=5.0)
 
     async def until_free(self, within_s: float = 5.0) -> None:
         """Return when neither worker holds anything."""
         end = time.monotonic() + within_s
         while True:
-            loads = [await self.load(worker.id) for worker in (self.pair.prefill, self.pair.decode)]
+            alive = [worker for worker in (self.pair.prefill, self.pair.decode) if worker.is_alive()]
+            loads = [await self.load(worker.id) for worker in alive]
             if not any(load.running + load.waiting + load.kv_blocks_used for load in loads):
                 return
             assert time.monotonic() < end, f"still held after {within_s} s: {loads}"
@@ -268,13 +283,13 @@ class Desk:
         return sum(len(one.token_ids) for one in self.frames(attempt) if isinstance(one, Tokens))
 
     async def record(self, worker: WorkerProcess) -> RuntimeConfig:
-        store = await self._bus.jetstream().key_value(self._bus.subjects.runtime_bucket)
+        store = await self.bus.jetstream().key_value(self.bus.subjects.runtime_bucket)
         entry = await store.get(f"{MODEL}.{worker.role}.{worker.id}")
         return decode(entry.value or b"", RuntimeConfig)
 
     async def _ask(self, worker: WorkerId, verb: str, leg: PrefillRequest | DecodeRequest) -> AcceptedHop:
-        subject = self._bus.subjects.worker(worker, verb)  # type: ignore[arg-type]
-        ack = await self._bus.ask(subject, leg, AcceptedHop | Busy, timeout_s=10.0)  # type: ignore[arg-type]
+        subject = self.bus.subjects.worker(worker, verb)  # type: ignore[arg-type]
+        ack = await self.bus.ask(subject, leg, AcceptedHop | Busy, timeout_s=10.0)  # type: ignore[arg-type]
         assert isinstance(ack, AcceptedHop), ack
         return ack
 

@@ -74,7 +74,7 @@ async def test_a_seeded_completion_is_the_aggregated_one(desk: Desk) -> None:
 
 
 async def test_thirty_two_at_once_give_their_own_completions(desk: Desk) -> None:
-    requests = [desk.request(prompt(8 + 5 * number, salt=number), 3 + number % 5) for number in range(32)]
+    requests = [desk.request(prompt(8 + 5 * number, salt=100 + number), 3 + number % 5) for number in range(32)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(desk.disaggregated(request)) for request in requests]
     for request, task in zip(requests, running, strict=True):

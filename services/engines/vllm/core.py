@@ -17,17 +17,17 @@ from services.engines.vllm.launch import start_core
 from services.engines.vllm.translate import from_core, note_events, to_core
 from services.engines.vllm.words import CoreGauges, CoreOutput, CoreRequest, CoreSpec, LaunchOptions, StepReport
 
-IDLE_POLL_S = 0.002
+MIN_IDLE_S, MAX_IDLE_S = 0.001, 0.008  # between steps that only look at transfers: each costs a millisecond or two
+STOP_S = 5.0
 
 OnStep = Callable[[StepReport], None]
 
 
 class _Running(msgspec.Struct, kw_only=True):
-    """A request in the core. `vllm_request` is kept while its KV came from a peer and isn't proven good."""
+    """A request in the core; `events` are the times of its queueing and scheduling."""
 
     num_logprobs: int | None
     events: dict[str, float]
-    vllm_request: Any = None
 
 
 class CoreThread:
@@ -43,6 +43,8 @@ class CoreThread:
         self._delayed: set[str] = set()
         self._releasing: set[str] = set()
         self._refused: list[CoreOutput] = []
+        self._last_gauges = CoreGauges()
+        self._idle_s = MIN_IDLE_S
         self._is_stopping = False
         self._has_died: asyncio.Future[None] | None = None
 
@@ -64,10 +66,8 @@ class CoreThread:
                 loop.call_soon_threadsafe(_settle, spec, None, error)
                 loop.call_soon_threadsafe(_settle, died, None, error)
             else:
+                self._core.shutdown()
                 loop.call_soon_threadsafe(_settle, died, None, None)
-            finally:
-                if self._core is not None:
-                    self._core.shutdown()
 
         threading.Thread(target=run, name="vllm-core", daemon=True).start()
         return await spec
@@ -80,10 +80,14 @@ class CoreThread:
         except Exception as error:
             raise EngineError(f"vLLM's engine core died: {type(error).__name__}: {error}") from error
 
-    def stop(self) -> None:
-        """End the thread after the step under way."""
+    async def stop(self) -> None:
+        """End the thread after the step under way; waits for it, but not for ever."""
         self._is_stopping = True
         self._commands.put(lambda: None)
+        if self._has_died is not None:
+            done, _ = await asyncio.wait([self._has_died], timeout=STOP_S)
+            for died in done:
+                died.exception()  # `start` or `join` has raised it
 
     def submit(self, request: CoreRequest) -> None:
         """Begin a request; if the core refuses it, that is its output."""
@@ -99,7 +103,7 @@ class CoreThread:
 
     def proven(self, core_id: str) -> None:
         """The KV that this request fetched was good."""
-        self._commands.put(lambda: self._unproven.pop(core_id, None) and None)
+        self._commands.put(lambda: self._forget_source(core_id))
 
     def disown(self, core_id: str) -> None:
         """The KV that this request fetched may be another's: end it, drop the KV from the prefix cache, and report
@@ -114,6 +118,7 @@ class CoreThread:
             if self._refused or self._has_work():
                 report = self._step()
                 self.progress += 1
+                self._idle_s = MIN_IDLE_S if report is not None else min(2 * self._idle_s, MAX_IDLE_S)
                 if report is not None:
                     deliver(report)
 
@@ -133,7 +138,7 @@ class CoreThread:
                 return self._commands.get()
             if self._running and self._core.scheduler.running:
                 return self._commands.get_nowait()
-            return self._commands.get(timeout=IDLE_POLL_S)
+            return self._commands.get(timeout=self._idle_s)
         except queue.Empty:
             return None
 
@@ -160,6 +165,9 @@ class CoreThread:
         if core_id in self._core.scheduler.requests:
             self._delayed.add(core_id)
 
+    def _forget_source(self, core_id: str) -> None:
+        self._unproven.pop(core_id, None)
+
     def _disown(self, core_id: str) -> None:
         scheduler, vllm_request = self._core.scheduler, self._unproven.pop(core_id, None)
         self._running.pop(core_id, None)
@@ -185,15 +193,16 @@ class CoreThread:
         refused, self._refused = self._refused, []
         stats = all_outputs.scheduler_stats if all_outputs is not None else None
         connector = (stats.kv_connector_stats if stats is not None else None) or {}
-        freed = self._freed()
-        if not (outputs or refused or freed or connector or executed):
+        freed, gauges = self._freed(), self._gauges()
+        if not (outputs or refused or freed or connector or gauges != self._last_gauges):
             return None
+        self._last_gauges = gauges
         return StepReport(
             outputs=(*refused, *outputs),
             freed=freed,
             num_expired=len(_series(connector, "num_kv_expired_reqs")),
             num_bytes=int(sum(_series(connector, "bytes_transferred"))),
-            gauges=self._gauges(),
+            gauges=gauges,
         )
 
     def _translated(self, output: Any) -> CoreOutput:
