@@ -62,7 +62,7 @@ class VllmEngine:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._core.stop()
+            await self._core.stop()
 
     def prefill(self, leg: PrefillRequest) -> None:
         """See Engine."""
