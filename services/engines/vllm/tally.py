@@ -1,0 +1,50 @@
+"""What one decode leg counts and times, for its last frame."""
+
+import time
+
+import msgspec
+
+from schemas.frames import Timings, Usage
+from schemas.hop import DecodeRequest
+from services.engines.vllm.words import CoreOutput, PromptStats
+
+_NOTHING = PromptStats(computed=0, local_cache=0, external=0, queue_s=0.0, prefill_s=0.0)
+
+
+class Tally:
+    """`params` are vLLM's, of a leg that fetches its KV; None: it computes its prompt."""
+
+    def __init__(self, leg: DecodeRequest, params: dict[str, object] | None) -> None:
+        self.prompt: PromptStats | None = None
+        self._leg = leg
+        self._params = params
+        self._first_token_at = 0.0
+
+    def note_first(self, output: CoreOutput) -> PromptStats:
+        """The first token is here: return where its prompt's KV came from."""
+        self._first_token_at = time.monotonic()
+        self.prompt = output.prompt or _NOTHING
+        return self.prompt
+
+    def usage(self, num_tokens: int) -> Usage:
+        """Return the counts of a completion of `num_tokens`, resumed ones included. The prefix hit is prefill's."""
+        prompt = self.prompt or _NOTHING
+        hit = prompt.local_cache if self._params is None else self._params.get("remote_prefill_cached_tokens")
+        return Usage(
+            prompt_tokens=len(self._leg.request.token_ids),
+            completion_tokens=num_tokens,
+            cached_tokens=hit if isinstance(hit, int) else 0,
+            num_computed_prompt_tokens=prompt.computed,
+        )
+
+    def timings(self, kv_bytes_per_token: int) -> Timings:
+        """Return the phases. vLLM schedules a request when its KV is there: what it waited until then was transfer."""
+        prompt, decode_s = self.prompt or _NOTHING, time.monotonic() - self._first_token_at
+        if self._params is None:
+            return Timings(prefill_queue_s=prompt.queue_s, prefill_s=prompt.prefill_s, decode_s=decode_s)
+        return msgspec.structs.replace(
+            self._leg.prefill_timings,
+            transfer_s=prompt.queue_s,
+            decode_s=decode_s,
+            kv_bytes=prompt.external * kv_bytes_per_token,
+        )
