@@ -1,0 +1,60 @@
+"""Where an external engine's worker runs, and how its own command line reaches it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.engine_python import engine_python
+from deploy.errors import UsageError
+from deploy.settings import environment_of, resolve
+from services.config import WorkerConfig
+from services.engines.vllm import TESTED_VERSIONS
+
+WORDS = ("--enforce-eager", "--kv-transfer-config", '{"kv_connector": "NixlPushConnector"}', "--name", "a b")
+
+
+def a_python(folder: Path) -> Path:
+    """Write a program that only says how it was called."""
+    program = folder / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho "called: $*"\nenv | grep BUSWAY_WORKER_ENGINE_WORDS\n')
+    program.chmod(0o755)
+    return program
+
+
+def test_an_engine_that_isnt_here_is_looked_for_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUSWAY_CACHE", str(tmp_path))
+    config = WorkerConfig(engine="vllm")
+    assert engine_python(config) is None
+    python = a_python(tmp_path / "engines" / f"vllm-{TESTED_VERSIONS[0]}")
+    assert engine_python(config) == python
+    assert engine_python(WorkerConfig(engine="sim")) is None
+
+
+def test_a_python_that_isnt_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="no program /nowhere/python"):
+        engine_python(WorkerConfig(engine_python="/nowhere/python"))
+
+
+def test_an_engines_own_words_survive_every_layer() -> None:
+    given = resolve(toml={}, environ={}, flags={"worker": {"engine_words": list(WORDS)}}).settings
+    assert given.worker.engine_words == WORDS
+    again = resolve(toml={}, environ=environment_of(given), flags={}).settings
+    assert again.worker.engine_words == WORDS
+    typed = resolve(toml={}, environ={"BUSWAY_WORKER_ENGINE_WORDS": "--a 'b c' --d"}, flags={}).settings
+    assert typed.worker.engine_words == ("--a", "b c", "--d")
+
+
+def test_the_worker_moves_to_its_engines_python_with_all_its_settings(tmp_path: Path) -> None:
+    python = a_python(tmp_path / "venv")
+    words = ["worker", "--engine", "sim", "--id", "w1", "--engine-python", str(python), "--", *WORDS]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("BUSWAY_")}
+    environ["BUSWAY_NATS_URL"] = "nats://127.0.0.1:1"
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *words], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert "called: -m deploy.child_main worker w1" in done.stdout, done.stderr
+    assert "NixlPushConnector" in done.stdout
