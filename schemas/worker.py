@@ -20,7 +20,8 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     (backend, model digest, KV layout). `total_kv_blocks` x `block_size` is the KV capacity in tokens.
     `revision` counts changes within an epoch. With more than `max_waiting` requests waiting the worker answers
     `busy` (0: it doesn't say). `can_resume_exactly`: a completion begun elsewhere (or here) goes on with the very same
-    tokens, because noise is positional and arithmetic is deterministic.
+    tokens, because noise is positional and arithmetic is deterministic. `has_kv_events`: it tells what its prefix
+    cache gains and loses (schemas.kv_events).
     """
 
     worker_id: WorkerId
@@ -47,13 +48,15 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     bootstrap: BootstrapEndpoint | None = None
     is_strict: bool = False
     can_resume_exactly: bool = False
+    has_kv_events: bool = False
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     host: str = ""
     pid: int = 0
 
 
 class ServiceRecord(Message, frozen=True, kw_only=True, omit_defaults=True, tag="service_record.v1"):
-    """What a router or gateway is: the value of its discovery record. `url` is a gateway's HTTP address."""
+    """What a router or gateway is: the value of its discovery record. `url` is a gateway's HTTP address; `is_strict`
+    a router's: it serves nothing aggregated on decode workers."""
 
     service: Literal["router", "gateway"]
     id: str
@@ -62,6 +65,7 @@ class ServiceRecord(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     host: str = ""
     pid: int = 0
     url: str = ""
+    is_strict: bool = False
 
 
 Record = RuntimeConfig | ServiceRecord
@@ -92,7 +96,8 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     """A worker's load. Blocks used are referenced or leased ones; cached ones are free to take and counted apart.
     `dispatched` holds, for each router epoch, the highest dispatch number this report has counted.
     `queued_prefill_tokens` includes the `pass_tokens` of the prefill pass under way, which began `pass_age_s` ago.
-    `prefill_cost` is None until the worker has measured a pass.
+    `prefill_cost` is None until the worker has measured a pass. `last_kv_event` is the id of the last change of its
+    prefix cache that it has published.
     The counters are totals since the epoch began."""
 
     worker_id: WorkerId
@@ -107,6 +112,7 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     pass_tokens: int = 0
     pass_age_s: float = 0.0
     prefill_cost: PrefillCost | None = None
+    last_kv_event: int = 0
     dispatched: dict[str, int] = msgspec.field(default_factory=dict)
     kv_transfer_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     num_remote_prefills: int = 0

@@ -76,7 +76,8 @@ class ModelDirectory:
     def refresh(self) -> None:
         """Look at the fleet again; loads what is new and forgets what has gone."""
         workers: list[RuntimeConfig] = list(self._fleet.workers.values())
-        self.paths = model_paths(workers, sum(r.state == "ready" for r in self._fleet.routers.values()))
+        routers = [router for router in self._fleet.routers.values() if router.state == "ready"]
+        self.paths = model_paths(workers, len(routers), has_strict_router=any(r.is_strict for r in routers))
         now = monotonic()
         self._last_seen.update(dict.fromkeys(self.paths, now))
         digests = {path.digest for path in self.paths.values()}

@@ -1,7 +1,7 @@
 """Which models have a complete path from prompt to answer, and what is missing where they haven't. Pure.
 
 A path is a live router plus, within one compatibility group, a prefill worker and a worker that decodes; or one that
-may serve aggregated: role `both`, or `decode` unless it is strict.
+may serve aggregated: role `both`, or `decode` unless it or a router is strict (any router may get the request).
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ class ModelPath:
 
     def _missing_workers(self) -> str:
         if self.num_decode and not self.num_prefill:
-            return "its decode workers are strict and no prefill worker is ready"
+            return "decode serves strictly and no prefill worker is ready"
         if self.num_prefill and not self.num_decode:
             return "no decode worker is ready"
         if self.num_prefill:
@@ -56,28 +56,37 @@ class ModelPath:
         return "no worker is ready"
 
 
-def model_paths(workers: Iterable[RuntimeConfig], num_routers: int) -> dict[str, ModelPath]:
+def model_paths(
+    workers: Iterable[RuntimeConfig], num_routers: int, *, has_strict_router: bool = False
+) -> dict[str, ModelPath]:
     """Return each model's path; `workers` are the live ones, whatever their state."""
     by_model: dict[str, dict[str, list[RuntimeConfig]]] = {}
     for worker in workers:
         by_model.setdefault(worker.model, {}).setdefault(worker.model_digest, []).append(worker)
-    return {model: _best(model, by_digest, num_routers) for model, by_digest in by_model.items()}
+    return {model: _best(model, by_digest, num_routers, has_strict_router) for model, by_digest in by_model.items()}
 
 
-def _best(model: str, by_digest: dict[str, list[RuntimeConfig]], num_routers: int) -> ModelPath:
+def _best(
+    model: str, by_digest: dict[str, list[RuntimeConfig]], num_routers: int, has_strict_router: bool
+) -> ModelPath:
     """During a rolling update two digests serve one name: the complete one whose workers are newest is it."""
-    paths = [(_path(model, digest, workers, num_routers), workers) for digest, workers in by_digest.items()]
+    paths = [
+        (_path(model, digest, workers, num_routers, has_strict_router), workers)
+        for digest, workers in by_digest.items()
+    ]
     best, _ = max(paths, key=lambda found: (found[0].is_complete, max(worker.epoch for worker in found[1])))
     return best
 
 
-def _path(model: str, digest: str, workers: Sequence[RuntimeConfig], num_routers: int) -> ModelPath:
+def _path(
+    model: str, digest: str, workers: Sequence[RuntimeConfig], num_routers: int, has_strict_router: bool
+) -> ModelPath:
     ready = [worker for worker in workers if worker.state == "ready"]
     prefill_groups = {worker.compat for worker in ready if worker.role == "prefill"}
     decode = [worker for worker in ready if worker.role == "decode"]
     decode_groups = {worker.compat for worker in decode}
     num_both = sum(worker.role == "both" for worker in ready)
-    lenient = [worker for worker in decode if not worker.is_strict]
+    lenient = [worker for worker in decode if not (worker.is_strict or has_strict_router)]
     return ModelPath(
         model=model,
         digest=digest,

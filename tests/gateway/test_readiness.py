@@ -27,7 +27,7 @@ OTHER = runtime_config("p2", "prefill", compat="other")
         ((P, D), 0, False, "no router is live"),
         ((P,), 1, False, "no decode worker is ready"),
         ((D,), 1, True, ""),
-        ((STRICT,), 1, False, "its decode workers are strict and no prefill worker is ready"),
+        ((STRICT,), 1, False, "decode serves strictly and no prefill worker is ready"),
         ((P, STRICT), 1, True, ""),
         ((OTHER, STRICT), 1, False, "its prefill and decode workers are not compatible"),
         ((OTHER, D), 1, True, ""),
@@ -69,3 +69,10 @@ def test_a_model_whose_workers_all_drain_is_leaving() -> None:
     assert path(*draining).is_leaving
     assert not path(*draining, BOTH).is_leaving
     assert not path(*draining, msgspec.structs.replace(BOTH, state="starting")).is_leaving
+
+
+def test_a_strict_router_makes_decode_alone_no_path() -> None:
+    found = model_paths([D], 2, has_strict_router=True)[MODEL]
+    assert not found.is_complete
+    assert "strict" in found.missing
+    assert model_paths([P, D], 2, has_strict_router=True)[MODEL].is_complete

@@ -41,7 +41,7 @@ async def test_ready_says_what_is_missing_and_chat_says_503(nats_server: NatsSer
         assert (await rig.get("/live"))[0] == 200
         path = await wait_ready(rig, decode=1, routers=1)
         assert path["strict"]
-        assert path["missing"] == "its decode workers are strict and no prefill worker is ready"
+        assert path["missing"] == "decode serves strictly and no prefill worker is ready"
         assert (await ready(rig))[0] == 503
         status, answer = await rig.chat()
         assert status == 503
