@@ -18,7 +18,6 @@ from tests.conftest import wait_until
 from tests.faults.oracle import expected_ids, expected_text
 
 MODEL = "sim"
-RESUMES = True
 Via = Literal["http", "bus"]
 
 
@@ -30,12 +29,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 7
     temperature: float = 1.0
     deadlines: Deadlines = Deadlines()
+    model: str = MODEL
 
 
 class Answer:
     """What a client has seen so far; `task` is its request, cancelling it is leaving.
 
-    `stages` are the lifecycle frames in order (the bus only), `error` the code of what ended it badly.
+    `stages` are the lifecycle frames in order (the bus only), `error` the code of what ended it badly. While `gate` is
+    closed the client takes nothing more (the bus only).
     """
 
     def __init__(self, ask: Ask, via: Via) -> None:
@@ -50,9 +51,13 @@ class Answer:
         self.num_completion_tokens = 0
         self.error = ""
         self.message = ""
+        self.phase = ""
         self.status = 0
         self.retry_after = ""
         self.longest_gap_s = 0.0
+        self.num_resubmits = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
         self._heard_at = 0.0
         self.task: asyncio.Task[None]
 
@@ -78,15 +83,15 @@ class Answer:
             self.longest_gap_s = max(self.longest_gap_s, now - self._heard_at)
         self._heard_at = now
 
-    async def until(self, stage: str, timeout_s: float = 5.0) -> None:
+    async def until(self, stage: str, timeout_s: float = 15.0) -> None:
         """Wait for a lifecycle frame."""
         await wait_until(lambda: stage in self.stages, timeout_s, lambda: f"no {stage}: {self}")
 
-    async def begun(self, timeout_s: float = 10.0) -> None:
+    async def begun(self, timeout_s: float = 20.0) -> None:
         """Wait for the first token."""
         await wait_until(lambda: self.has_begun, timeout_s, lambda: f"no token: {self}")
 
-    async def over(self, timeout_s: float = 15.0) -> "Answer":
+    async def over(self, timeout_s: float = 30.0) -> "Answer":
         """Wait for the end, good or bad."""
         await wait_until(self.task.done, timeout_s, lambda: f"not over: {self}")
         if not self.task.cancelled():
@@ -95,6 +100,8 @@ class Answer:
 
     async def leave(self) -> None:
         """Go away, as a client that closes its connection."""
+        if self.task.done():
+            return
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
@@ -120,13 +127,6 @@ class Answer:
         assert self.finish_reason == "length", self
         assert (self.num_prompt_tokens, self.num_completion_tokens) == (len(ask.prompt), ask.max_tokens), self
 
-    def check_went_on(self) -> None:
-        """The holder of the request was lost, and the client didn't notice."""
-        if RESUMES or self.is_whole:
-            self.check_whole()
-        else:
-            self.check_retryable()
-
     def check_failed(self, *codes: str) -> None:
         """It ended with one of these errors, and the client can tell."""
         self.check_right_so_far()
@@ -144,7 +144,7 @@ async def ask_bus(client: Client, answer: Answer) -> None:
     """Ask by the client library; returns at the end, good or bad."""
     ask = answer.ask
     stream = client.generate(
-        model=MODEL,
+        model=ask.model,
         token_ids=ask.prompt,
         sampling=Sampling(seed=ask.seed, temperature=ask.temperature, is_user_seeded=True),
         stop=StopConditions(max_tokens=ask.max_tokens),
@@ -156,8 +156,10 @@ async def ask_bus(client: Client, answer: Answer) -> None:
             async for batch in batches:
                 for frame in batch:
                     _take(answer, frame)
+                await answer.gate.wait()
     except BuswayError as error:
         answer.error, answer.message, answer.status = error.code, error.message, error.http_status
+        answer.phase = error.phase or ""
         answer.retry_after = "" if error.retry_after_s is None else str(error.retry_after_s)
 
 
@@ -179,13 +181,14 @@ def _take(answer: Answer, frame: Frame) -> None:
             answer.finish_reason = frame.reason
             answer.num_prompt_tokens = frame.usage.prompt_tokens
             answer.num_completion_tokens = frame.usage.completion_tokens
+            answer.num_resubmits = frame.usage.num_resubmits
 
 
 async def ask_http(session: aiohttp.ClientSession, url: str, answer: Answer) -> None:
     """Ask a gateway for a stream; returns at the end, good or bad."""
     ask = answer.ask
     body = {
-        "model": MODEL,
+        "model": ask.model,
         "prompt": list(ask.prompt),
         "max_tokens": ask.max_tokens,
         "seed": ask.seed,

@@ -14,7 +14,7 @@ from deploy.service import LAUNCHER_VARIABLE, ServiceName
 from deploy.settings import Settings, environment_of
 from tests.conftest import frozen, wait_until
 
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 20.0
 
 
 class Member:
@@ -86,24 +86,34 @@ class Member:
         finally:
             pause.unlink()
 
+    @asynccontextmanager
+    async def holding(self, point: str) -> AsyncIterator[None]:
+        """As `paused`, where `frozen` may stand as well."""
+        with self.paused(point):
+            yield
+
     def hits(self, point: str) -> list[str]:
         """Return the attempts that came to a pause point since it was last armed."""
         hits = self.folder / f"{point}.hit"
         return hits.read_text().splitlines() if hits.exists() else []
 
-    async def hit(self, point: str, number: int = 1, timeout_s: float = 5.0) -> list[str]:
+    async def hit(self, point: str, number: int = 1, timeout_s: float = 15.0) -> list[str]:
         """Wait until so many attempts came to a pause point; return them."""
         await wait_until(
             lambda: len(set(self.hits(point))) >= number, timeout_s, lambda: f"{self.name} didn't come to {point}"
         )
         return self.hits(point)
 
+    def break_engine(self) -> None:
+        """Let the engine's thread die of an exception."""
+        self.signal(signal.SIGUSR2)
+
     async def tasks(self) -> Counter[str]:
         """Return the asyncio tasks of the process by name."""
         answer = self.folder / "tasks"
         answer.unlink(missing_ok=True)
         self.signal(signal.SIGUSR1)
-        await wait_until(answer.exists, 5.0, lambda: f"{self.name} doesn't tell its tasks")
+        await wait_until(answer.exists, 15.0, lambda: f"{self.name} doesn't tell its tasks")
         return Counter(answer.read_text().splitlines())
 
     def log(self) -> str:

@@ -7,6 +7,7 @@ Members are named by what they are: g* gateway, r* router, p* prefill, d* decode
 import asyncio
 import contextlib
 import itertools
+import os
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,11 +21,11 @@ from bus.connection import Bus
 from bus.discovery import Fleet, watch
 from bus.fleet_state import ChangeKind
 from bus.server import NatsServer
+from deploy.fleet import read_fleet
 from deploy.service import ServiceName
 from deploy.settings import Settings
 from schemas.errors import BusError
 from schemas.hop import Ok
-from schemas.ids import WorkerId
 from schemas.worker import LoadReport, Record, RuntimeConfig
 from services.config import BusConfig, GatewayConfig, HandoffMode, RouterConfig, WorkerConfig
 from services.telemetry import LogConfig
@@ -37,8 +38,13 @@ ROLES = {"p": "prefill", "d": "decode", "b": "both"}
 LEASE_S = 2.0
 DRAIN_S = 5.0
 ENGINE_ARGS = {"num_blocks": "256", "max_num_seqs": "32", "max_context_tokens": "4000", "decode_ms_per_step": "3"}
-FREE_TIMEOUT_S = 6.0
-READY_TIMEOUT_S = 15.0
+FREE_TIMEOUT_S = 15.0
+READY_TIMEOUT_S = 40.0
+
+
+def promptly(seconds: float) -> float:
+    """Return a limit that a test sets: so many seconds, and more where other processes take the cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Stack:
@@ -55,6 +61,7 @@ class Stack:
         self._folder = folder
         self._tasks: asyncio.TaskGroup
         self._quiet: dict[int, Counter[str]] = {}
+        self._answers: list[Answer] = []
         self._numbers = itertools.count(1)
 
     def __getitem__(self, name: str) -> Member:
@@ -65,8 +72,10 @@ class Stack:
     async def have(self, *names: str, **tuning: object) -> None:
         """Return once exactly these members run, see each other, and a request has gone all the way.
 
-        `tuning` are engine arguments, or fields of WorkerConfig; workers tuned otherwise are started anew.
+        `tuning` are engine arguments, or fields of WorkerConfig; `request_timeout_s` is the gateways'. Who is tuned
+        otherwise is started anew.
         """
+        await self._forget_answers()
         unfit = [name for name, one in self.members.items() if name not in names or self._is_unfit(one, tuning)]
         await all_ended([self.members[name] for name in unfit])
         for name in names:
@@ -114,11 +123,15 @@ class Stack:
         return [*fleet.workers.values(), *fleet.routers.values(), *fleet.gateways.values()]
 
     def _is_unfit(self, member: Member, tuning: dict[str, object]) -> bool:
-        return member.service == "worker" and member.settings != self._settings(member.name, tuning)
+        wanted = self._settings(member.name, tuning)
+        if member.service == "worker":
+            return member.settings.worker != wanted.worker
+        return member.service == "gateway" and member.settings.gateway != wanted.gateway
 
     def _settings(self, name: str, tuning: dict[str, object]) -> Settings:
         own = {key: value for key, value in tuning.items() if key in WorkerConfig.__struct_fields__}
-        engine_args = {key: str(value) for key, value in tuning.items() if key not in own}
+        timeout_s = float(tuning.get("request_timeout_s", 60.0))  # type: ignore[arg-type]
+        engine_args = {key: str(value) for key, value in tuning.items() if key not in {*own, "request_timeout_s"}}
         engine_args = ENGINE_ARGS | {"pause_dir": str(self._folder / name)} | engine_args
         worker = WorkerConfig(
             id=name,
@@ -132,7 +145,7 @@ class Stack:
         )
         return Settings(
             nats=BusConfig(url=self.server.internal_url),
-            gateway=GatewayConfig(id=name, port=0, drain_s=DRAIN_S),
+            gateway=GatewayConfig(id=name, port=0, drain_s=DRAIN_S, request_timeout_s=timeout_s),
             router=RouterConfig(id=name, drain_s=DRAIN_S),
             worker=msgspec.structs.replace(worker, **own),
             log=LogConfig(level="info"),
@@ -148,7 +161,28 @@ class Stack:
 
     async def until_gone(self, name: str) -> None:
         """Wait until the fleet has noticed that a member lives no more."""
-        await wait_until(lambda: not any(_id(record) == name for record in self._live()), 6.0, lambda: f"{name} lives")
+        await wait_until(lambda: not any(_id(record) == name for record in self._live()), 20.0, lambda: f"{name} lives")
+
+    async def states(self) -> dict[str, str]:
+        """Return what `busway status` says of each worker ("gone": nothing any more)."""
+        fleet = await read_fleet(self.bus)
+        known = {row.worker_id: row.state for row in fleet.workers}
+        return {name: known.get(name, "gone") for name in self.members}
+
+    async def readiness(self, gateway: str) -> tuple[int, str]:
+        """Return the status of a gateway's GET /ready, and how it says the model is served."""
+        async with self.session.get(f"{self.url(gateway)}/ready") as response:
+            models = (await response.json())["models"]
+            return response.status, models[0]["serves"] if models else "nothing"
+
+    async def until_readiness(self, gateway: str, wanted: tuple[int, str], timeout_s: float) -> None:
+        """Wait until a gateway says this."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (said := await self.readiness(gateway)) != wanted:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"{gateway} says {said}, not {wanted}") from None
 
     def url(self, gateway: str) -> str:
         """Return a gateway's address."""
@@ -168,7 +202,24 @@ class Stack:
         answer = Answer(Ask(prompt=prompt, max_tokens=max_tokens, **fields), via)  # type: ignore[arg-type]
         coro = ask_bus(self.client, answer) if via == "bus" else ask_http(self.session, self.url(gateway), answer)
         answer.task = self._tasks.create_task(coro, name=f"ask {via}")
+        self._answers.append(answer)
         return answer
+
+    async def ask_until_held_by(self, router: str) -> list[Answer]:
+        """Send pairs of requests until this router has accepted one; NATS chooses among routers."""
+        answers: list[Answer] = []
+        for _ in range(12):
+            answers += self.ask_both()
+            await answers[-1].until("accepted")
+            if router in answers[-1].holders:
+                return answers
+        raise AssertionError(f"{router} gets nothing")
+
+    async def _forget_answers(self) -> None:
+        """Leave what a failed test has left open."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            await answer.leave()
 
     def ask_both(self, max_tokens: int = 20, num_prompt_tokens: int = 50, **fields: object) -> list[Answer]:
         """Send one request by HTTP and one by the client library."""
@@ -181,7 +232,7 @@ class Stack:
         held: dict[str, object] = {}
         try:
             async with asyncio.timeout(timeout_s):
-                while held := await self.held():
+                while held := await self.held():  # noqa: ASYNC110 (other processes set no event of ours)
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise AssertionError(f"still held: {held}") from None
@@ -203,11 +254,11 @@ class Stack:
         """Return a worker's own count."""
         return await self.bus.ask(self.bus.subjects.worker(name, "load"), Ok(), LoadReport, timeout_s=1.0)
 
-    async def until_load(self, name: str, claim: Callable[[LoadReport], bool], timeout_s: float = 5.0) -> None:
+    async def until_load(self, name: str, claim: Callable[[LoadReport], bool], timeout_s: float = 15.0) -> None:
         """Wait until a worker's own count is as claimed."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not claim(load := await self.load(name)):
+                while not claim(load := await self.load(name)):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise AssertionError(f"{name} has {load}") from None
@@ -248,6 +299,7 @@ async def run_stack(handoff: HandoffMode) -> AsyncIterator[Stack]:
         try:
             yield stack
         finally:
+            await stack._forget_answers()
             running = [member for member in stack.members.values() if member.is_running]
             await all_ended(running)
             assert [member.exit_codes[-1] for member in running] == [0] * len(running), stack.logs()
