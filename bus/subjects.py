@@ -12,7 +12,7 @@ from schemas.errors import BusError
 from schemas.worker import Record, RuntimeConfig
 
 WorkerVerb = Literal["prefill", "decode", "abort", "resend", "load"]
-RouterVerb = Literal["abort", "resend"]
+RouterVerb = Literal["abort", "resend", "explain"]
 PeerVerb = Literal["metadata", "write", "lease", "confirm", "meet", "landed", "stranded", "kv_snapshot"]
 AdminVerb = Literal["drain", "role"]
 OpenAiKind = Literal["chat", "completions"]
@@ -43,12 +43,15 @@ SUBJECT_TABLE: tuple[SubjectRow, ...] = (
     ),
     SubjectRow("decode.{model}.{compat}", "decode workers of a compatibility group", "decode", "DecodeRequest -> Ack"),
     SubjectRow("worker.{worker_id}.{prefill,decode,abort,resend,load}", "that worker", "", "legs, Abort, Resend"),
-    SubjectRow("router.{router_id}.{abort,resend}", "that router", "", "Abort, Resend"),
+    SubjectRow("router.{router_id}.{abort,resend,explain}", "that router", "", "Abort, Resend, ExplainRequest"),
     SubjectRow(
-        "peer.{worker_id}.{metadata,write,lease,confirm,meet,landed,stranded}", "that worker", "", "schemas.peer"
+        "peer.{worker_id}.{metadata,write,lease,confirm,meet,landed,stranded,kv_snapshot}",
+        "that worker",
+        "",
+        "schemas.peer, KvSnapshotRequest",
     ),
     SubjectRow("admin.{worker_id}.{drain,role}", "that worker", "", "Drain -> Ack"),
-    SubjectRow("events.kv.{model}.{worker_id}", "routers", "", "KvEvent"),
+    SubjectRow("events.kv.{model}.{worker_id}", "routers", "", "KvEvents"),
     SubjectRow("events.load.{model}.{worker_id}", "routers, gateways", "", "LoadReport"),
     SubjectRow("hb.{service}.{id}", "everyone who watches the fleet", "", "Heartbeat"),
     SubjectRow("_INBOX.busway.{client_id}.{token}", "that process", "", "answers"),
@@ -150,6 +153,10 @@ class Subjects:
     @property
     def all_loads(self) -> str:
         return f"{self.prefix}.events.load.>"
+
+    @property
+    def all_kv_events(self) -> str:
+        return f"{self.prefix}.events.kv.>"
 
     @property
     def all_heartbeats(self) -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-PolicyName = Literal["round_robin", "least_loaded", "queue"]
+PolicyName = Literal["round_robin", "least_loaded", "kv", "queue"]
 RoleName = Literal["prefill", "decode", "both"]
 EngineName = Literal["torch", "sim", "vllm", "trtllm"]
 HandoffMode = Literal["pull", "rendezvous"]
@@ -32,8 +32,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of policy kv: `kv_index_blocks` caps each model's prefix index (32 bytes a block), `kv_temperature_s` draws
+    around the best estimate, `kv_routed_ttl_s` is how long a routed prefix counts as cached on engines without events.
+    """
+
     id: str = ""
     policy: PolicyName = "least_loaded"
+    kv_index_blocks: int = 1 << 20
+    kv_temperature_s: float = 0.0
+    kv_routed_ttl_s: float = 120.0
     is_strict: bool = False
     ack_timeout_s: float = 1.0
     max_dispatch_tries: int = 3

@@ -81,8 +81,8 @@ class RouterSide:
             capacity = config.total_kv_blocks * config.block_size
             self._kv.dispatched(number, decision, job.hashes, capacity, now)
             job.expected_cached = decision.bid.cached_tokens
-            job.expected_at = now + decision.bid.score
-            self._outcome.overlaps_missed.append(decision.best_overlap_tokens - decision.bid.cached_tokens)
+            job.expected_at = now + decision.score
+            self._outcome.overlaps_missed.append(decision.choice.best_overlap_tokens - decision.bid.cached_tokens)
         job.dispatch = number
         self.book.add(worker, number, job.num_tokens - job.expected_cached, now, kv_tokens=job.num_tokens)
         return self._numbers[worker]

@@ -56,6 +56,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     bootstrap: BootstrapEndpoint | None = None
     can_resume_exactly: bool = False
+    has_kv_events: bool = False
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

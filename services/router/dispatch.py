@@ -13,10 +13,13 @@ from bus.subjects import Subjects
 from schemas.errors import CapacityError
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo
 from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
-from schemas.ids import Epoch, WorkerId, new_room
+from schemas.ids import AttemptId, Epoch, WorkerId, new_room
 from schemas.request import GenerateRequest
 from schemas.worker import RuntimeConfig
 from services.router.candidates import RETRY_AFTER_S, Candidate, Path, decode_partners, find_path
+from services.router.explanations import Explanations
+from services.router.kv_desk import KvDesk
+from services.router.kv_policy import Decision
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Leg, Picker
 from services.router.route import Ask
@@ -41,6 +44,7 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId | None
     number: int
     num_tokens: int
+    decision: Decision | None = None
 
 
 class Dispatcher:
@@ -57,9 +61,12 @@ class Dispatcher:
         epoch: Epoch,
         is_strict: bool,
         result_subject: str,
+        kv: KvDesk | None = None,
     ) -> None:
         self.book = book
         self.picker = picker
+        self.kv = kv
+        self.explanations = Explanations()
         self._subjects = subjects
         self._fleet = workers
         self._router = router
@@ -87,11 +94,26 @@ class Dispatcher:
         if not left:
             raise CapacityError(f"no {ask.leg} worker has room", phase="queue", retry_after_s=RETRY_AFTER_S)
         left = [one for one in left if one.config.worker_id not in request.avoid] or left
-        picked = self.picker.pick(ask.leg, left)
+        decision = self._decide(ask, request, left)
+        if decision is None:
+            picked = self.picker.pick(ask.leg, left).config
+        else:
+            picked = next(one.config for one in left if one.config.worker_id == decision.worker)
         if logger.isEnabledFor(logging.DEBUG):
             loads = ", ".join(f"{one.config.worker_id} {one.load}" for one in left)
-            logger.debug("%s of %s to %s; of %s", ask.leg, request.attempt_id, picked.config.worker_id, loads)
-        return self._hop(ask, request, path, picked.config)
+            logger.debug("%s of %s to %s; of %s", ask.leg, request.attempt_id, picked.worker_id, loads)
+        return self._hop(ask, request, path, picked, decision)
+
+    def _decide(self, ask: Ask, request: GenerateRequest, candidates: list[Candidate]) -> Decision | None:
+        """Return the kv policy's decision, None under any other policy."""
+        if self.kv is None:
+            return None
+        if ask.leg == "prefill" or ask.params is None:
+            decision = self.kv.choose_prompt(request, candidates, time.monotonic())
+        else:
+            decision = self.kv.choose_decode(request, candidates, ask.prefill_worker)
+        self.explanations.note(request, decision.choice)
+        return decision
 
     def members(self, config: RuntimeConfig) -> list[WorkerId]:
         """Return everyone in the queue group that `config` belongs to."""
@@ -104,7 +126,15 @@ class Dispatcher:
     def sent(self, hop: Hop) -> None:
         """Count a hop to a chosen worker from its sending on."""
         if hop.worker is not None:
-            self.book.add(hop.worker, hop.number, hop.num_tokens, time.monotonic())
+            now, request = time.monotonic(), hop.message.request
+            self.book.add(hop.worker, hop.number, hop.num_tokens, now, kv_tokens=len(request.token_ids))
+            if self.kv is not None and hop.decision is not None and hop.decision.choice.leg == "prefill":
+                self.kv.sent(request, hop.number, hop.decision, hop.config, now)
+
+    def prefill_over(self, attempt_id: AttemptId) -> None:
+        """An attempt's prefill leg has ended, or the attempt has."""
+        if self.kv is not None:
+            self.kv.over(attempt_id)
 
     def accepted(self, hop: Hop, by: WorkerId) -> None:
         """Count a hop to a queue group once it is known who got it."""
@@ -115,10 +145,14 @@ class Dispatcher:
         """Give a hop's load back; a silent worker is avoided until it reports again."""
         if hop.worker is not None:
             self.book.give_back(hop.worker, hop.number)
+            if hop.decision is not None and hop.decision.choice.leg == "prefill":
+                self.prefill_over(hop.message.request.attempt_id)
             if is_silent:
                 self.book.suspect(hop.worker)
 
-    def _hop(self, ask: Ask, request: GenerateRequest, path: Path, config: RuntimeConfig) -> Hop:
+    def _hop(
+        self, ask: Ask, request: GenerateRequest, path: Path, config: RuntimeConfig, decision: Decision | None
+    ) -> Hop:
         number = self.book.next_number()
         dispatch = Dispatch(router=self._router, epoch=self._epoch, number=number)
         worker = None if self.picker.is_group and not request.avoid else config.worker_id
@@ -145,7 +179,8 @@ class Dispatcher:
             config=config,
             worker=worker,
             number=number,
-            num_tokens=len(request.token_ids) if ask.leg == "prefill" or ask.params is None else 0,
+            num_tokens=_num_to_compute(ask, request, decision),
+            decision=decision,
         )
 
     def _subject(self, leg: Leg, config: RuntimeConfig, worker: WorkerId | None) -> str:
@@ -159,6 +194,13 @@ class Dispatcher:
 
     def _load_of(self, config: RuntimeConfig) -> WorkerLoad:
         return self.book.load(config.worker_id, time.monotonic())
+
+
+def _num_to_compute(ask: Ask, request: GenerateRequest, decision: Decision | None) -> int:
+    """Return the prompt tokens that a leg adds to its worker's queue, as far as is known here."""
+    if ask.leg == "decode" and ask.params is not None:
+        return 0
+    return len(request.token_ids) if decision is None else decision.bid.uncached_tokens
 
 
 def _bootstrap(config: RuntimeConfig) -> BootstrapInfo:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from schemas.explanation import Bid, Choice
 from schemas.ids import WorkerId
 from services.router.estimates import Link, Standing, cached_tokens, nearness, prefill_s, transfer_s
 
@@ -46,34 +47,20 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_explained: int = 8
 
 
-class Bid(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker would make of a prompt, or (decode) of its KV. Times in seconds; `score` decides, least wins."""
-
-    worker: WorkerId
-    score: float
-    cached_tokens: int = 0
-    uncached_tokens: int = 0
-    queued_tokens: int = 0
-    held_tokens: int = 0
-    pass_rest_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-
-
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice and its reasons: the best bids first, the chosen one always among them."""
+    """A choice, and the chosen worker's own bid."""
 
-    leg: Leg
-    worker: WorkerId
-    why: Why
-    bids: tuple[Bid, ...]
-    num_candidates: int
-    best_overlap_tokens: int = 0
+    choice: Choice
+    bid: Bid
 
     @property
-    def bid(self) -> Bid:
-        """The chosen worker's."""
-        return next(one for one in self.bids if one.worker == self.worker)
+    def worker(self) -> WorkerId:
+        return self.choice.worker
+
+    @property
+    def score(self) -> float:
+        """The chosen bid's; inf: it has no room, nor has anybody else."""
+        return math.inf if self.bid.score is None else self.bid.score
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,15 +85,16 @@ class KvPolicy:
         move_s = transfer_s(prompt.num_tokens, self.settings.bytes_per_token, link)
         scores = [one.pass_rest_s + _work_s(prompt, one) + move_s for one in standings]
         index, why = self._pick("prefill", scores, standings, prompt.session_worker)
-        shown = self._shown(index, scores)
-        return Decision(
+        bids = {one: _prefill_bid(prompt, standings[one], scores[one], move_s) for one in self._shown(index, scores)}
+        choice = Choice(
             leg="prefill",
             worker=standings[index].worker,
             why=why,
-            bids=tuple(_prefill_bid(prompt, standings[one], scores[one], move_s) for one in shown),
+            bids=tuple(bids.values()),
             num_candidates=len(standings),
             best_overlap_tokens=max((_cached(prompt, one) for one in prompt.overlaps), default=0),
         )
+        return Decision(choice=choice, bid=bids[index])
 
     def choose_decode(self, num_tokens: int, standings: Sequence[Standing], source: dict[str, str]) -> Decision:
         """Return who decodes a prompt of so many tokens, among those near; full pools last.
@@ -120,15 +108,15 @@ class KvPolicy:
         near = near_enough(standings, source, self.settings.levels, self.settings.spill)
         scores = [self._decode_score(num_tokens, one) for one in near]
         index, why = self._pick("decode", scores, near, None)
-        return Decision(
+        bids = {one: self._decode_bid(num_tokens, near[one], scores[one], source) for one in self._shown(index, scores)}
+        choice = Choice(
             leg="decode",
             worker=near[index].worker,
             why=why,
-            bids=tuple(
-                self._decode_bid(num_tokens, near[one], scores[one], source) for one in self._shown(index, scores)
-            ),
+            bids=tuple(bids.values()),
             num_candidates=len(near),
         )
+        return Decision(choice=choice, bid=bids[index])
 
     def link(self, one: dict[str, str], other: dict[str, str]) -> Link:
         """Return how fast KV moves between two workers with these labels."""
@@ -145,7 +133,7 @@ class KvPolicy:
         link = self.link(source, standing.labels)
         return Bid(
             worker=standing.worker,
-            score=score,
+            score=None if score == math.inf else score,
             held_tokens=standing.held_tokens,
             transfer_s=transfer_s(num_tokens, self.settings.bytes_per_token, link),
         )

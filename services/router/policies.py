@@ -26,7 +26,8 @@ def _load(leg: Leg, candidate: Candidate) -> tuple[float, ...]:
     return (load.requests / max(config.max_num_seqs, 1), load.kv_used)
 
 
-SCORES: dict[PolicyName, Score] = {"round_robin": _even, "least_loaded": _load, "queue": _even}
+SCORES: dict[PolicyName, Score] = {"round_robin": _even, "least_loaded": _load, "kv": _load, "queue": _even}
+"""kv chooses by kv_policy.py."""
 
 
 class Picker:

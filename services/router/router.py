@@ -6,6 +6,7 @@ failing background prefill or a dying worker still reaches both legs.
 
 import asyncio
 import logging
+import random
 import re
 import time
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from bus.deadlines import check_deadlines
 from bus.serving import Call
 from bus.subjects import is_under_inbox, slug
 from schemas.errors import RequestError, StreamBrokenError, UnavailableError
+from schemas.explanation import ExplainRequest, Explanation
 from schemas.handoff import BootstrapInfo, KvTicket
 from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult, Resend
 from schemas.ids import ATTEMPT_ID_LENGTH, AttemptId, Epoch, WorkerId
@@ -26,6 +28,9 @@ from schemas.worker import LoadReport, ServiceRecord
 from services.config import RouterConfig
 from services.router.dispatch import Dispatcher, Workers
 from services.router.journey import Journey
+from services.router.kv_desk import KvDesk
+from services.router.kv_policy import KvSettings
+from services.router.kv_routing import KvMemory
 from services.router.loads import LoadBook
 from services.router.policies import Picker
 from services.router.route import AbortAsked, RequestFailed, WorkerLeft
@@ -47,6 +52,7 @@ class PrefillRouter:
         self.result_subject = f"{bus.inbox}.prefilled-{slug(record.id)}"
         self._bus = bus
         self._config = config
+        self.kv = _kv_desk(config)
         self._dispatcher = Dispatcher(
             bus.subjects,
             workers,
@@ -56,6 +62,7 @@ class PrefillRouter:
             epoch=record.epoch,
             is_strict=config.is_strict,
             result_subject=self.result_subject,
+            kv=self.kv,
         )
         self._travelling: dict[AttemptId, Journey] = {}
         self._remembered: OrderedDict[AttemptId, Journey] = OrderedDict()
@@ -99,6 +106,10 @@ class PrefillRouter:
         self._bus.spawn(self._travel(request.attempt_id, journey, call, accepted), f"route {request.attempt_id}")
         return None
 
+    async def on_explain(self, request: ExplainRequest, call: Call) -> Explanation:
+        """Tell why a request went where it went."""
+        return self._dispatcher.explanations.explain(request.id, router=self.id, policy=self._config.policy)
+
     async def on_abort(self, abort: Abort, call: Call) -> Ok | None:
         """Abort an attempt wherever it went; unknown ones are somebody else's."""
         journey = self._find(abort.attempt_id)
@@ -117,6 +128,7 @@ class PrefillRouter:
     def on_result(self, subject: str, payload: bytes) -> None:
         """Take a prefill leg's outcome; one that nobody waits for is given back."""
         result = cast("PrefillResult", decode(payload, cast("type[object]", PrefillResult)))
+        self._dispatcher.prefill_over(result.attempt_id)
         journey = self._find(result.attempt_id)
         if journey is not None:
             journey.post(result)
@@ -127,7 +139,10 @@ class PrefillRouter:
 
     def on_load(self, subject: str, payload: bytes) -> None:
         """Take a worker's load report."""
-        self._dispatcher.book.report(decode(payload, LoadReport))
+        report = decode(payload, LoadReport)
+        self._dispatcher.book.report(report, time.monotonic())
+        if self.kv is not None:
+            self.kv.on_report(report)
 
     def worker_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """A worker is gone, or begins anew: nothing that was on it is any more."""
@@ -185,3 +200,13 @@ def is_senders(stream_subject: str, reply: str) -> bool:
     {inbox}.{client}.{number}), others one.
     """
     return is_under_inbox(stream_subject, reply) or is_under_inbox(stream_subject, reply.rpartition(".")[0])
+
+
+def _kv_desk(config: RouterConfig) -> KvDesk | None:
+    if config.policy != "kv":
+        return None
+    return KvDesk(
+        KvSettings(temperature_s=config.kv_temperature_s),
+        KvMemory(max_blocks=config.kv_index_blocks, routed_ttl_s=config.kv_routed_ttl_s),
+        random.Random(),
+    )

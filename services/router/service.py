@@ -13,11 +13,13 @@ import msgspec
 from bus.connection import Bus
 from bus.discovery import register, watch
 from bus.scope import open_scope
+from schemas.explanation import ExplainRequest
 from schemas.hop import Abort, Resend
 from schemas.ids import Epoch
 from schemas.worker import ServiceRecord
 from services.config import RouterConfig
 from services.router.fleet_watch import FleetWatch
+from services.router.kv_sync import KvSync
 from services.router.router import PrefillRouter
 
 GIVE_UP_S = 2.0
@@ -31,16 +33,23 @@ async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, rea
         router = PrefillRouter(bus, config, fleet, record)
         fleet_watch = FleetWatch(bus, fleet, router)
         fleet.on_change(fleet_watch.on_change)
+        sync = None if router.kv is None else KvSync(bus, router.kv)
+        if sync is not None:
+            fleet.on_change(sync.on_change)
+            await bus.listen(bus.subjects.all_kv_events, sync.on_events)
         await bus.listen(bus.subjects.all_loads, router.on_load)
         await bus.listen(router.result_subject, router.on_result)
         await bus.serve(bus.subjects.router(record.id, "abort"), Abort, router.on_abort)
         await bus.serve(bus.subjects.router(record.id, "resend"), Resend, router.on_resend)
+        await bus.serve(bus.subjects.router(record.id, "explain"), ExplainRequest, router.on_explain)
         await bus.announce("router", version("busway"), {"policy": config.policy})
         async with (
             open_scope() as scope,
             register(bus, record, lambda: (router.num_routed, False)) as registration,
         ):
             scope.spawn(fleet_watch.run(), "fleet watch")
+            if sync is not None:
+                scope.spawn(sync.run(), "KV sync")
             ready(record.id)
             await stop.wait()
             await registration.update(msgspec.structs.replace(record, state="draining"))
@@ -57,6 +66,7 @@ def _record(config: RouterConfig) -> ServiceRecord:
         state="ready",
         host=host,
         pid=os.getpid(),
+        is_strict=config.is_strict,
     )
 
 

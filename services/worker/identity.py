@@ -59,6 +59,7 @@ def runtime_config(config: WorkerConfig, profile: EngineProfile, worker: WorkerI
         bootstrap=profile.bootstrap,
         is_strict=config.is_strict,
         can_resume_exactly=profile.can_resume_exactly,
+        has_kv_events=profile.has_kv_events,
         labels=config.labels,
         host=socket.gethostname(),
         pid=os.getpid(),

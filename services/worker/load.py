@@ -10,6 +10,7 @@ from schemas.ids import Epoch, WorkerId
 from schemas.message import encode
 from schemas.worker import LoadReport
 from services.engines.protocol import Engine
+from services.worker.kv_teller import KvTeller
 
 COALESCE_S = 0.005
 PERIOD_S = 0.5
@@ -19,9 +20,10 @@ MAX_ROUTER_EPOCHS = 64
 class LoadReporter:
     """Publishes reports; routers add to them only their dispatches above the number counted here."""
 
-    def __init__(self, bus: Bus, engine: Engine, *, model: str, worker: WorkerId, epoch: Epoch) -> None:
+    def __init__(self, bus: Bus, engine: Engine, kv: KvTeller, *, model: str, worker: WorkerId, epoch: Epoch) -> None:
         self._bus = bus
         self._engine = engine
+        self._kv = kv
         self._subject = bus.subjects.load(model, worker)
         self._worker = worker
         self._epoch = epoch
@@ -53,6 +55,10 @@ class LoadReporter:
             kv_blocks_total=load.kv_blocks_total,
             kv_blocks_quarantined=load.kv_blocks_quarantined,
             queued_prefill_tokens=load.queued_prefill_tokens,
+            pass_tokens=load.pass_tokens,
+            pass_age_s=load.pass_age_s,
+            prefill_cost=load.prefill_cost,
+            last_kv_event=self._kv.published_id,
             dispatched=dict(self._dispatched),
             kv_transfer_bytes=load.kv_transfer_bytes,
             num_remote_prefills=load.num_remote_prefills,

@@ -19,10 +19,12 @@ from bus.serving import Call, Serving
 from schemas.errors import EngineError, WorkerLostError
 from schemas.hop import Abort, AcceptedHop, DecodeRequest, Drain, Ok, PrefillRequest, Resend
 from schemas.ids import Epoch
+from schemas.kv_events import KvSnapshotRequest
 from schemas.worker import LoadReport, Record, RuntimeConfig
 from services.config import WorkerConfig
 from services.engines.protocol import Engine, EngineEvent, EngineProfile
 from services.worker.identity import runtime_config, worker_id
+from services.worker.kv_teller import KvTeller
 from services.worker.legs import LegDesk
 from services.worker.listeners import ListenerWatch
 from services.worker.load import LoadReporter
@@ -62,6 +64,7 @@ class _Worker:
         self._outlet = Outlet(bus)
         self._profile: asyncio.Future[EngineProfile] = asyncio.get_running_loop().create_future()
         self._desk: LegDesk | None = None
+        self._kv: KvTeller | None = None
         self._drain = _DrainDesk()
         self._failure: EngineError | None = None
 
@@ -102,16 +105,18 @@ class _Worker:
         self._drain.begin(None)
 
     def _emit(self, events: Sequence[EngineEvent]) -> None:
-        if self._desk is not None:
+        if self._desk is not None and self._kv is not None:
+            self._kv.take(events)
             self._desk.emit(events)
 
     async def _serve(self, scope: Scope, profile: EngineProfile, ready: Callable[[RuntimeConfig], None]) -> None:
         me = runtime_config(self._config, profile, self._id, self._epoch)
-        loads = LoadReporter(self._bus, self._engine, model=me.model, worker=self._id, epoch=self._epoch)
+        kv = self._kv = KvTeller(self._bus, me)
+        loads = LoadReporter(self._bus, self._engine, kv, model=me.model, worker=self._id, epoch=self._epoch)
         desk = self._desk = LegDesk(self._engine, me, self._outlet, loads)
         await publish_card(self._bus, profile.card)
         listeners = ListenerWatch(self._bus, desk.ledger, desk.listener_left)
-        for job in (self._outlet, loads, desk.deadlines, desk.stall, listeners):
+        for job in (self._outlet, kv, loads, desk.deadlines, desk.stall, listeners):
             scope.spawn(job.run(), type(job).__name__)
         scope.spawn(QuarantineWatch(self._engine.load, self._worn).run(), "quarantine watch")
         groups = await self._subscribe(desk, loads, me)
@@ -138,6 +143,8 @@ class _Worker:
             return AcceptedHop(by=me.worker_id, epoch=me.epoch)
 
         await serve_peers(bus, self._engine, self._id)
+        if self._kv is not None:
+            await bus.serve(subjects.peer(self._id, "kv_snapshot"), KvSnapshotRequest, self._kv.on_snapshot)
         await bus.serve(subjects.worker(self._id, "abort"), Abort, desk.on_abort)
         await bus.serve(subjects.worker(self._id, "resend"), Resend, desk.on_resend)
         await bus.serve(subjects.worker(self._id, "load"), Ok, load)

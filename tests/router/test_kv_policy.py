@@ -41,15 +41,15 @@ def choose(*standings: Standing, asked: Prompt, **settings: object) -> Decision:
 
 def test_of_idle_workers_the_one_with_the_prefix_gets_the_prompt() -> None:
     decision = choose(standing(A), standing(B), asked=prompt(b=50))
-    assert (decision.worker, decision.why, decision.bid.cached_tokens) == (B, "best estimate", 3200)
+    assert (decision.worker, decision.choice.why, decision.bid.cached_tokens) == (B, "best estimate", 3200)
     assert decision.bid.uncached_tokens == 3200
-    assert decision.best_overlap_tokens == 3200
+    assert decision.choice.best_overlap_tokens == 3200
 
 
 def test_a_long_queue_outweighs_a_prefix() -> None:
     decision = choose(standing(A), standing(B, queued_tokens=20_000), asked=prompt(b=50))
     assert decision.worker == A
-    assert decision.best_overlap_tokens == 3200
+    assert decision.choice.best_overlap_tokens == 3200
 
 
 def test_the_rest_of_a_pass_counts_as_waiting() -> None:
@@ -60,7 +60,7 @@ def test_among_equals_the_oldest_cache_gets_the_prompt() -> None:
     old, young = standing(A, oldest_at=5.0), standing(B, oldest_at=9.0)
     for standings in ((old, young), (young, old)):
         decision = choose(*standings, asked=prompt())
-        assert (decision.worker, decision.why) == (A, "oldest cache of equals")
+        assert (decision.worker, decision.choice.why) == (A, "oldest cache of equals")
 
 
 def test_a_worker_that_computes_slower_is_estimated_by_its_own_rate() -> None:
@@ -72,7 +72,7 @@ def test_the_session_stays_on_its_worker_unless_that_costs_too_much() -> None:
     near = choose(
         standing(A, queued_tokens=500), standing(B), asked=prompt(session_worker=A), session_slack_s=0.05, tie_s=0.0
     )
-    assert (near.worker, near.why) == (A, "session")
+    assert (near.worker, near.choice.why) == (A, "session")
     assert choose(standing(A, queued_tokens=50_000), standing(B), asked=prompt(session_worker=A)).worker == B
 
 
@@ -123,10 +123,10 @@ def test_decode_stays_near_the_prefill_worker_until_that_is_too_full() -> None:
 def test_a_decision_names_its_candidates_and_its_choice() -> None:
     standings = [standing(WorkerId(f"w{n}"), queued_tokens=1000 * n, oldest_at=float(-n)) for n in range(20)]
     decision = policy(tie_s=10.0, num_explained=3).choose_prefill(prompt(), standings)
-    assert decision.num_candidates == 20
-    assert [bid.worker for bid in decision.bids] == ["w19", "w0", "w1", "w2"]
+    assert decision.choice.num_candidates == 20
+    assert [bid.worker for bid in decision.choice.bids] == ["w19", "w0", "w1", "w2"]
     assert decision.bid.worker == "w19"
-    assert policy().choose_prefill(prompt(), standings[:1]).why == "only candidate"
+    assert policy().choose_prefill(prompt(), standings[:1]).choice.why == "only candidate"
 
 
 @given(st.integers(1, 5000), st.integers(0, 100), st.sampled_from([1, 16, 64]))

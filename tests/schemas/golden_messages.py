@@ -3,6 +3,7 @@
 import msgspec
 
 from schemas.errors import ErrorRecord
+from schemas.explanation import Bid, Choice, ExplainRequest, Explanation
 from schemas.frames import (
     Accepted,
     Decoding,
@@ -36,6 +37,7 @@ from schemas.hop import (
     Resend,
 )
 from schemas.ids import AttemptId, Epoch, RequestId, WorkerId
+from schemas.kv_events import KvCleared, KvEvents, KvRemoved, KvSnapshot, KvSnapshotRequest, KvStored
 from schemas.model_card import ModelCard
 from schemas.peer import (
     AgentMetadata,
@@ -49,7 +51,7 @@ from schemas.peer import (
     WriteRequest,
 )
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
-from schemas.worker import Heartbeat, LoadReport, RuntimeConfig, ServiceRecord
+from schemas.worker import Heartbeat, LoadReport, PrefillCost, RuntimeConfig, ServiceRecord
 
 ATTEMPT = AttemptId("attempt-0123456789abcd")
 PREFILL = WorkerId("p1")
@@ -198,6 +200,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         engine_version="1.0",
         bootstrap=BootstrapEndpoint(host="10.0.0.1", port=8998),
         is_strict=True,
+        has_kv_events=True,
         labels={"zone": "a"},
         host="h1",
         pid=1,
@@ -216,6 +219,10 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         kv_blocks_total=5,
         kv_blocks_quarantined=6,
         queued_prefill_tokens=7,
+        pass_tokens=6,
+        pass_age_s=0.25,
+        prefill_cost=PrefillCost(num_passes=9, base_s=0.5, token_s=0.25, token2_s=0.125),
+        last_kv_event=15,
         dispatched={"r1": 8},
         kv_transfer_bytes={"nixl": 9},
         num_remote_prefills=10,
@@ -231,4 +238,42 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     Tokens(ATTEMPT, 2, (7,), (LOGPROBS,)),
     Finished(ATTEMPT, 3, "length", USAGE, TIMINGS),
     Failed(ATTEMPT, 3, ERROR),
+    KvEvents(
+        worker_id=PREFILL,
+        epoch=EPOCH,
+        first_id=3,
+        changes=(KvStored(parent=2**64 - 1, blocks=b"01234567"), KvRemoved(blocks=b"01234567"), KvCleared()),
+    ),
+    KvSnapshotRequest(part=1, num_parts=2),
+    KvSnapshot(worker_id=PREFILL, epoch=EPOCH, last_id=5, blocks=b"01234567", num_parts=2),
+    ExplainRequest(id="request-1"),
+    Explanation(
+        router="r1",
+        policy="kv",
+        request_id=RequestId("request-1"),
+        attempt_id=ATTEMPT,
+        num_prompt_tokens=40,
+        choices=(
+            Choice(
+                leg="prefill",
+                worker=PREFILL,
+                why="best estimate",
+                num_candidates=2,
+                bids=(
+                    Bid(
+                        worker=PREFILL,
+                        score=0.5,
+                        cached_tokens=32,
+                        uncached_tokens=8,
+                        queued_tokens=100,
+                        held_tokens=7,
+                        pass_rest_s=0.125,
+                        prefill_s=0.25,
+                        transfer_s=0.125,
+                    ),
+                ),
+                best_overlap_tokens=32,
+            ),
+        ),
+    ),
 )

@@ -299,4 +299,5 @@ def _profile(spec: RunnerSpec, handoff: HandoffMode) -> EngineProfile:
         tp_size=layout.tp_size,
         bootstrap=BootstrapEndpoint() if is_rendezvous else None,
         can_resume_exactly=spec.is_deterministic,
+        has_kv_events=True,
     )
