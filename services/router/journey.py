@@ -141,7 +141,7 @@ class Journey:
     async def _ask(self, ask: Ask, hops: asyncio.TaskGroup) -> None:
         """Choose who gets a leg and send it; the answer comes as an event."""
         way = self._on_the_way
-        compat = self._hops.compat if ask.params is not None else ""
+        compat = self._hops.compat if ask.leg == "decode" else ""
         try:
             if self._hops.count(ask.leg) >= way.max_tries:
                 raise CapacityError(f"{way.max_tries} {ask.leg} workers were busy", phase="queue", retry_after_s=1.0)

@@ -171,9 +171,8 @@ class Route:
                 return self._on_accepted(event)
             case LegBusy(leg):
                 return self._on_busy(self._leg(leg))
-            case LegRefused(leg, error):
-                self._leg(leg).state = "over"
-                return self._fail(error)
+            case LegRefused():
+                return self._on_refused(event)
             case LegSilent(leg):
                 return self._on_silent(self._leg(leg))
             case PrefillDone():
@@ -218,6 +217,14 @@ class Route:
             leg.state = "over"
             return []
         return [self._ask(leg)]
+
+    def _on_refused(self, event: LegRefused) -> list[Instruction]:
+        """A resumed completion that has all its tokens needs no prefill: decode says at once how it ended."""
+        self._leg(event.leg).state = "over"
+        has_ended = event.leg == "prefill" and event.error.param == "resume" and self._num_resumed > 0
+        if has_ended and self.stage == "routing" and self._decode.state == "idle":
+            return [self._ask(self._decode)]
+        return self._fail(event.error)
 
     def _on_silent(self, leg: _Leg) -> list[Instruction]:
         leg.state = "over"
@@ -315,22 +322,20 @@ def _meets_over_the_bus(params: DisaggregatedParams | None) -> bool:
 
 
 def completion(event: PrefillEnded, *, num_prompt_tokens: int, num_resumed: int) -> list[Frame]:
-    """Return the frames of a request that its first token ended, or that had ended when it was resumed."""
-    num_new = 0 if event.is_delivered else 1
+    """Return the frames of a request that its first token ended."""
     usage = Usage(
         prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_resumed + num_new,
+        completion_tokens=num_resumed + 1,
         cached_tokens=event.num_cached_tokens,
     )
     logprobs = None if event.logprobs is None else (event.logprobs,)
-    finished = Finished(
-        attempt_id=event.attempt_id,
-        seq=num_resumed + num_new,
-        reason=event.reason,
-        usage=usage,
-        timings=event.timings,
-    )
-    if event.is_delivered:
-        return [finished]
-    token_ids = (event.token_id,)
-    return [Tokens(attempt_id=event.attempt_id, seq=num_resumed, token_ids=token_ids, logprobs=logprobs), finished]
+    return [
+        Tokens(attempt_id=event.attempt_id, seq=num_resumed, token_ids=(event.token_id,), logprobs=logprobs),
+        Finished(
+            attempt_id=event.attempt_id,
+            seq=num_resumed + 1,
+            reason=event.reason,
+            usage=usage,
+            timings=event.timings,
+        ),
+    ]
