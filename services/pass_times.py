@@ -1,7 +1,7 @@
 """How long a worker's prefill passes take: a quadratic in their tokens, fitted to the passes themselves. Pure.
 
 Ordinary least squares of seconds on (1, n, n^2) with forgetting, so that the fit follows a machine that gets slower.
-Without enough different sizes the quadratic, then the constant, is left out: two passes of one size say nothing else.
+Terms that would be negative, or that the sizes seen can't tell apart, are left out.
 """
 
 import numpy as np
@@ -16,6 +16,9 @@ SCALE_TOKENS = 4096.0
 
 MIN_SPREAD = 0.02
 """Least relative spread of sizes from which a slope is read."""
+
+
+FEWER_TERMS = ((0, 1), (0, 2), (1, 2), (1,), (2,), (0,))
 
 
 class PassTimes:
@@ -42,14 +45,25 @@ class PassTimes:
         return self._cost
 
     def _fit(self) -> PrefillCost:
-        for terms in ((0, 1, 2), (0, 1), (1,)):
-            if len(terms) > 1 and self._is_degenerate(len(terms)):
-                continue
-            solved = np.linalg.solve(self._moments[np.ix_(terms, terms)], self._target[list(terms)])
-            found = dict(zip(terms, solved.tolist(), strict=True))
-            if min(found.values()) >= 0.0:
-                return self._of(found)
-        return self._of({0: float(self._target[0] / self._moments[0, 0])})
+        """Return the best fit without negative terms: that of all three if it is one, else the best of fewer."""
+        whole = self._solve((0, 1, 2))
+        if whole is not None:
+            return self._of(whole)
+        fits = [found for terms in FEWER_TERMS if (found := self._solve(terms)) is not None]
+        return self._of(min(fits, key=self._misfit))
+
+    def _solve(self, terms: tuple[int, ...]) -> dict[int, float] | None:
+        """Return the least squares over some of the terms; None when the sizes can't tell them apart, or when
+        one is negative."""
+        if len(terms) > 1 and self._is_degenerate(terms):
+            return None
+        solved = np.linalg.solve(self._moments[np.ix_(terms, terms)], self._target[list(terms)])
+        return dict(zip(terms, solved.tolist(), strict=True)) if (solved >= 0).all() else None
+
+    def _misfit(self, found: dict[int, float]) -> float:
+        """Return the sum of squared errors, less what is the same for every fit."""
+        factors = np.array([found.get(term, 0.0) for term in range(3)])
+        return float(factors @ self._moments @ factors - 2 * factors @ self._target)
 
     def _of(self, factors: dict[int, float]) -> PrefillCost:
         return PrefillCost(
@@ -59,8 +73,8 @@ class PassTimes:
             token2_s=factors.get(2, 0.0) / SCALE_TOKENS**2,
         )
 
-    def _is_degenerate(self, num_terms: int) -> bool:
-        """Whether the sizes seen can't tell that many terms apart: the moments' determinant, made free of scale."""
-        part = self._moments[:num_terms, :num_terms]
+    def _is_degenerate(self, terms: tuple[int, ...]) -> bool:
+        """Whether the sizes seen can't tell these terms apart: the moments' determinant, made free of scale."""
+        part = self._moments[np.ix_(terms, terms)]
         scale = np.prod(np.diag(part))
-        return bool(np.linalg.det(part) <= MIN_SPREAD ** (num_terms * (num_terms - 1)) * scale)
+        return bool(np.linalg.det(part) <= MIN_SPREAD ** (len(terms) * (len(terms) - 1)) * scale)

@@ -170,8 +170,7 @@ def test_a_fit_of_exact_passes_finds_their_times(base: float, token: float, toke
     cost = times.cost()
     assert cost is not None
     assert min(cost.base_s, cost.token_s, cost.token2_s) >= 0
-    if max(sizes) > 4096 and min(sizes) < 512:
-        assert pass_s(cost, max(sizes)) == pytest.approx(pass_s(truth, max(sizes)), rel=0.05, abs=1e-3)
+    assert pass_s(cost, max(sizes)) == pytest.approx(pass_s(truth, max(sizes)), rel=0.1, abs=1e-3)
 
 
 def test_a_fit_follows_a_machine_that_gets_slower() -> None:
