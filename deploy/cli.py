@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from deploy.commands import chat, fleet, models, replay, serve, services
+from deploy.commands import chat, explain, fleet, models, replay, serve, services
 from deploy.errors import CommandError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command()(fleet.status)
 app.command()(fleet.drain)
 app.command()(chat.chat)
 app.command()(replay.replay)
+app.command()(explain.route_explain)
 app.add_typer(models.app, name="models")
 
 

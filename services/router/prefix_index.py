@@ -25,14 +25,14 @@ Slots = npt.NDArray[np.int64]
 
 
 class PrefixIndex:
-    """Block hashes to the workers that hold them, at most `max_blocks` of them (rounded up to a power of two).
+    """Block hashes to the workers that hold them: room for `max_blocks`, and never more than twice as many.
 
     Blocks are named as services.prefix_hash does. Uses of a block are those that store or match it.
     """
 
     def __init__(self, max_blocks: int, *, max_tick: int = MAX_TICK) -> None:
-        num_buckets = 1 << max(0, (2 * max_blocks - 1) // NUM_WAYS).bit_length()
-        self._bucket_mask = np.uint64(num_buckets - 1)
+        num_buckets = -(-2 * max_blocks // NUM_WAYS)
+        self._num_buckets = np.uint64(num_buckets)
         self._keys = np.zeros((num_buckets, NUM_WAYS), dtype=np.uint64)
         self._sets = np.zeros(num_buckets * NUM_WAYS, dtype=np.int32)
         self._ticks = np.zeros((num_buckets, NUM_WAYS), dtype=np.uint32)
@@ -120,7 +120,7 @@ class PrefixIndex:
 
     def _find(self, keys: BlockHashes) -> Slots:
         """Return the slot of each key, -1 for unknown ones."""
-        buckets = keys & self._bucket_mask
+        buckets = keys % self._num_buckets
         is_key = self._keys[buckets] == keys[:, None]
         ways = is_key.argmax(axis=1)
         slots = buckets.astype(np.int64) * NUM_WAYS + ways
@@ -129,7 +129,7 @@ class PrefixIndex:
     def _place(self, keys: BlockHashes) -> Slots:
         """Give each of these distinct, unknown keys a slot: an empty one, or the least recently used of its bucket."""
         self._advance()
-        buckets = (keys & self._bucket_mask).astype(np.int64)
+        buckets = (keys % self._num_buckets).astype(np.int64)
         slots = np.empty(len(keys), dtype=np.int64)
         left = np.arange(len(keys))
         while len(left):

@@ -25,8 +25,10 @@ ENVELOPE_BYTES = 4096
 
 
 class KvTeller:
-    """`take` returns at once; `run` publishes (or failed to) up to `published_id`. Ids count changes; what the bus won't take leaves a gap in them, which
-    routers heal by a snapshot."""
+    """`take` returns at once; `run` publishes: all up to `published_id` has been, or could not be.
+
+    Ids count changes. What the bus won't take leaves a gap in them, which routers heal by a snapshot.
+    """
 
     def __init__(self, bus: Bus, me: RuntimeConfig) -> None:
         self.last_id = 0
@@ -38,12 +40,13 @@ class KvTeller:
         self._pending: list[KvChange] = []
         self._has_news = asyncio.Event()
 
-    def take(self, events: Sequence[EngineEvent]) -> None:
-        """Pick out of an engine step's events what concerns the cache."""
-        for event in events:
-            if isinstance(event, CacheChanged):
-                self._pending += event.changes
-                self._has_news.set()
+    def take(self, events: Sequence[EngineEvent]) -> bool:
+        """Pick out of an engine step's events what concerns the cache; return whether there was anything."""
+        found = [change for event in events if isinstance(event, CacheChanged) for change in event.changes]
+        self._pending += found
+        if found:
+            self._has_news.set()
+        return bool(found)
 
     async def run(self) -> None:
         """Publish what comes, until cancelled."""

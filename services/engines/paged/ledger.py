@@ -74,7 +74,14 @@ class Ledger:
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         self.waiting.add(sequence)
-        self.queue_tokens(sequence, 0 if sequence.purpose == "reserve" else len(sequence.ids))
+        self.queue_tokens(sequence, 0 if sequence.purpose == "reserve" else self._num_to_compute(sequence))
+
+    def _num_to_compute(self, sequence: Sequence) -> int:
+        """Return the tokens that the cache lacks now: what a router should expect to wait for."""
+        table, block_size = sequence.table, self.limits.block_size
+        table.extend_hashes(sequence.ids, block_size)
+        hits = self.blocks.match(table.hashes, (len(sequence.ids) - 1) // block_size)
+        return len(sequence.ids) - len(hits) * block_size
 
     def queue_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         """Set how many of a sequence's tokens wait for prefill."""

@@ -1,0 +1,52 @@
+"""Explanations of routing, found among the live routers and printed."""
+
+from rich.console import Console
+from rich.table import Table
+
+from bus.connection import Bus
+from bus.discovery import watch
+from schemas.errors import BuswayError
+from schemas.explanation import Choice, ExplainRequest, Explanation
+
+
+async def find_explanation(bus: Bus, id: str) -> Explanation | None:
+    """Ask every live router; return the answer of the one that knows the request."""
+    async with watch(bus) as fleet:
+        for router in list(fleet.routers):
+            subject = bus.subjects.router(router, "explain")
+            try:
+                explanation = await bus.ask(subject, ExplainRequest(id=id), Explanation)
+            except BuswayError:
+                continue  # it is leaving: another may know
+            if explanation.choices:
+                return explanation
+    return None
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Print a request's choices, a table each."""
+    console = Console()
+    console.print(
+        f"request {explanation.request_id}, attempt {explanation.attempt_id}: {explanation.num_prompt_tokens} prompt "
+        f"tokens, routed by {explanation.router} (policy {explanation.policy})",
+        highlight=False,
+    )
+    for choice in explanation.choices:
+        console.print(_table(choice))
+
+
+def _table(choice: Choice) -> Table:
+    is_prefill = choice.leg == "prefill"
+    title = f"{choice.leg}: {choice.worker} ({choice.why}; {choice.num_candidates} candidates)"
+    table = Table(title=title, title_justify="left")
+    names = ("cached", "to compute", "queued", "wait ms", "prefill ms", "TTFT ms") if is_prefill else ("held", "score")
+    table.add_column("worker", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
+    for bid in choice.bids:
+        score = "full" if bid.score is None else f"{bid.score * 1e3:,.1f}" if is_prefill else f"{bid.score:,.0f}"
+        cells = [f"{bid.cached_tokens:,}", f"{bid.uncached_tokens:,}", f"{bid.queued_tokens:,}"]
+        cells += [f"{bid.pass_rest_s * 1e3:,.1f}", f"{bid.prefill_s * 1e3:,.1f}"]
+        mark = "> " if bid.worker == choice.worker else "  "
+        table.add_row(mark + bid.worker, *(cells if is_prefill else [f"{bid.held_tokens:,}"]), score)
+    return table
