@@ -7,17 +7,24 @@ from bus.connection import Bus
 from bus.discovery import watch
 from schemas.errors import BuswayError
 from schemas.explanation import Choice, ExplainRequest, Explanation
+from schemas.worker import ServiceRecord
+
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
+"""What the gateway puts before a request's id in its answer."""
 
 
 async def find_explanation(bus: Bus, id: str) -> Explanation | None:
-    """Ask every live router; return the answer of the one that knows the request."""
+    """Ask every router; return the answer of the one that knows the request. `id`: the answer's, or an attempt's."""
+    for prefix in ID_PREFIXES:
+        id = id.removeprefix(prefix)
     async with watch(bus) as fleet:
-        for router in list(fleet.routers):
+        records = [one for one in fleet.all_records.values() if isinstance(one, ServiceRecord)]
+        for router in (one.id for one in records if one.service == "router"):
             subject = bus.subjects.router(router, "explain")
             try:
                 explanation = await bus.ask(subject, ExplainRequest(id=id), Explanation)
             except BuswayError:
-                continue  # it is leaving: another may know
+                continue  # it is gone or leaving: another may know
             if explanation.choices:
                 return explanation
     return None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def route_explain(
-    request: Annotated[str, typer.Argument(help="The request's id (X-Request-Id), or an attempt's.")],
+    request: Annotated[str, typer.Argument(help="The answer's id (chatcmpl-…), or an attempt's.")],
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
     nats_url: options.NatsUrl = None,
     namespace: options.Namespace = None,

@@ -160,7 +160,9 @@ class KvPolicy:
         equals = [index for index, score in enumerate(scores) if score <= best + slack]
         if len(equals) == 1:
             return equals[0], "best estimate"
-        oldest = min(equals, key=lambda one: (standings[one].oldest_at, standings[one].requests, scores[one]))
+        # The draw comes last: routers that know the same of idle workers would all take the same one.
+        chance = self._rng.random
+        oldest = min(equals, key=lambda one: (standings[one].oldest_at, standings[one].requests, scores[one], chance()))
         return oldest, "oldest cache of equals" if leg == "prefill" else "fewest requests of equals"
 
 
