@@ -191,6 +191,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50)), min_size=1, max_size=30))
+@settings(deadline=None)
 def test_weighted_percentiles_are_those_of_the_values_written_out(pairs: list[tuple[float, int]]) -> None:
     values, weights = (np.array(column) for column in zip(*pairs, strict=True))
     written = np.repeat(values, weights)

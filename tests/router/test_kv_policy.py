@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
@@ -87,6 +87,7 @@ def test_temperature_spreads_the_choices_around_the_best() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20), st.floats(1e-6, 1e3))
+@settings(deadline=None)
 def test_a_draw_never_fails_however_far_scores_lie_apart(scores: list[float], temperature: float) -> None:
     assert 0 <= draw(scores, temperature, random.Random(1)) < len(scores)
 
@@ -130,6 +131,7 @@ def test_a_decision_names_its_candidates_and_its_choice() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(0, 100), st.sampled_from([1, 16, 64]))
+@settings(deadline=None)
 def test_a_hit_saves_whole_blocks_and_never_the_last_token(num_tokens: int, num_blocks: int, block_size: int) -> None:
     saved = cached_tokens(num_blocks, block_size, num_tokens)
     assert saved % block_size == 0
@@ -162,6 +164,7 @@ def test_nearness_ends_at_the_first_label_that_differs() -> None:
     st.floats(0.0, 1e-8),
     st.lists(st.integers(1, 8192), min_size=4, max_size=30, unique=True),
 )
+@settings(deadline=None)
 def test_a_fit_of_exact_passes_finds_their_times(base: float, token: float, token2: float, sizes: list[int]) -> None:
     truth, times = PrefillCost(base_s=base, token_s=token, token2_s=token2), PassTimes()
     assert times.cost() is None

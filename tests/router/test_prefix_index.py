@@ -116,6 +116,7 @@ def test_workers_that_come_and_go_take_turns_at_the_same_bits() -> None:
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=200), st.integers(1, 17), st.integers(0, 200))
+@settings(deadline=None)
 def test_hashes_of_a_longer_prompt_begin_with_those_of_its_prefix(ids: list[int], block_size: int, cut: int) -> None:
     whole = block_hashes(tuple(ids), block_size)
     assert len(whole) == len(ids) // block_size
