@@ -139,10 +139,10 @@ async def test_a_slow_reader_costs_nobody_else_anything(stack: Stack) -> None:
     get everything in the end."""
     await stack.have(*PAIR, decode_ms_per_step=1)
     slow = stack.ask(stack.prompt(), 1500)
+    await slow.begun()
     slow.gate.clear()
     async with SlowReader.asking(stack.url("g0"), max_tokens=3000) as reader:
         await reader.begun()
-        await slow.until("decoding")
         for answer in [*stack.ask_both(300), *stack.ask_both(300)]:
             (await answer.over()).check_whole()
             assert answer.longest_gap_s < promptly(1.0)
