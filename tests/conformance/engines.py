@@ -33,6 +33,8 @@ class EngineCase(msgspec.Struct, frozen=True, kw_only=True):
         return "" if found else f"no environment for {self.engine}: run deploy/engines/install.sh {self.engine}"
 
 
+# As slow as a quick real engine: some tests need a middle of the stream.
+SLOW_SIM = ("--engine-arg", "decode_ms_per_step=2", "--engine-arg", "prefill_ms_per_token=0.02")
 TORCH = ("--engine-arg", "dtype=float32", "--engine-arg", "threads=1", "--engine-arg", "block_size=16")
 VLLM = (
     *("--", "--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"),
@@ -45,14 +47,14 @@ VLLM_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles a helper, for most of a minute here
 }
 
-SIM = EngineCase(name="sim", engine="sim", backend="sim", flags=(), block_size=16, needs_model=False)
+SIM = EngineCase(name="sim", engine="sim", backend="sim", flags=SLOW_SIM, block_size=16, needs_model=False)
 CASES = (
     SIM,
     EngineCase(
         name="sim-rendezvous",
         engine="sim",
         backend="sim",
-        flags=("--handoff", "rendezvous"),
+        flags=("--handoff", "rendezvous", *SLOW_SIM),
         block_size=16,
         handoff="rendezvous",
         needs_model=False,
@@ -75,6 +77,15 @@ CASES = (
         block_size=32,
         start_s=300.0,
     ),
+    EngineCase(
+        name="vllm-push",
+        engine="vllm",
+        backend="vllm",
+        flags=(*VLLM, "--kv-transfer-config", '{"kv_connector": "NixlPushConnector"}'),
+        environ=VLLM_CPU,
+        block_size=32,
+        start_s=300.0,
+    ),
 )
 
 
@@ -88,10 +99,7 @@ def environment(case: EngineCase, runtime_dir: Path) -> dict[str, str]:
 
 def params() -> list[object]:
     """Return the cases as pytest parameters; external engines carry the marker conformance_{engine}."""
-    return [
-        pytest.param(case, id=case.name, marks=() if case.engine in ("sim", "torch") else _marks(case))
-        for case in CASES
-    ]
+    return [pytest.param(case, id=case.name, marks=_marks(case)) for case in CASES]
 
 
 def only(name: str) -> pytest.MarkDecorator:
@@ -101,4 +109,6 @@ def only(name: str) -> pytest.MarkDecorator:
 
 
 def _marks(case: EngineCase) -> tuple[pytest.MarkDecorator, ...]:
+    if case.engine in ("sim", "torch"):
+        return (pytest.mark.slow,) if case.name == "torch-rendezvous" else ()
     return (getattr(pytest.mark, f"conformance_{case.engine}"), pytest.mark.timeout(600))

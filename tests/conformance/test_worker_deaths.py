@@ -6,6 +6,8 @@ from schemas.frames import Failed
 from tests.conformance.pair import Desk
 from tests.conformance.prompts import prompt
 
+pytestmark = pytest.mark.slow
+
 
 async def test_prefill_killed_with_the_kv_unfetched_and_back_under_the_same_name(desk: Desk) -> None:
     """Decode gives the right text or an error, in bounded time; then it works with the new one."""

@@ -1,4 +1,4 @@
-"""Starting vLLM's engine core in this process. With core.py and translate.py the only modules that import vLLM.
+"""Starting vLLM's engine core in this process. With stepper.py and translate.py the only modules that import vLLM.
 
 In process, not AsyncLLM: it starts in a fifth of the time (facts: 34 s for a pair against 181 s on two cores), its
 scheduler can be asked which blocks are still held, and each step's outputs come together instead of through one
@@ -11,12 +11,14 @@ import io
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from schemas.errors import RequestError
 from services.engines.vllm.words import NIXL_CONNECTORS, CoreSpec, LaunchOptions
 
 DEFAULT_CONNECTOR = "NixlConnector"
+KV_FLAG = "--kv-transfer-config"
 
 
 def start_core(options: LaunchOptions) -> tuple[Any, CoreSpec]:
@@ -42,9 +44,9 @@ def _vllm_config(options: LaunchOptions) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", add_help=False))
-    words = [*options.words, "--model", options.model_path]
-    arguments = _parsed(parser, words)
-    arguments.kv_transfer_config = _kv_transfer(arguments.kv_transfer_config, options)
+    words, connector = take_flag(options.words, KV_FLAG)
+    arguments = _parsed(parser, [*words, "--model", options.model_path])
+    arguments.kv_transfer_config = _kv_transfer(connector, options)
     try:
         return EngineArgs.from_cli_args(arguments).create_engine_config()
     except (ValueError, TypeError) as error:
@@ -57,19 +59,16 @@ def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Names
         with contextlib.redirect_stderr(said):
             return parser.parse_args(words)
     except SystemExit:
-        reason = said.getvalue().strip().splitlines()
-        raise RequestError(
-            f"vLLM refuses its arguments: {reason[-1] if reason else words}", param="engine_args"
-        ) from None
+        raise RequestError(f"vLLM refuses its arguments: {_error_of(said.getvalue())}", param="engine_args") from None
 
 
-def _kv_transfer(given: Any, options: LaunchOptions) -> Any:
+def _kv_transfer(given: str | None, options: LaunchOptions) -> Any:
     """Return the connector's config: what the user gave, completed by the role's and the worker's settings."""
     from vllm.config import KVTransferConfig
 
     if given is None and options.kv_role is None:
         return None
-    fields: dict[str, Any] = _as_dict(given)
+    fields = _as_fields(given)
     fields.setdefault("kv_connector", DEFAULT_CONNECTOR)
     fields.setdefault("kv_role", options.kv_role or "kv_both")
     fields.setdefault("kv_load_failure_policy", options.kv_load_failure)
@@ -77,19 +76,39 @@ def _kv_transfer(given: Any, options: LaunchOptions) -> Any:
     if fields["kv_connector"] in NIXL_CONNECTORS:
         extra = fields.setdefault("kv_connector_extra_config", {})
         extra.setdefault("kv_lease_duration", max(1, round(options.lease_s)))
-    return KVTransferConfig(**fields)
+    try:
+        return KVTransferConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"vLLM refuses {KV_FLAG}: {error}", param="engine_words") from error
 
 
-def _as_dict(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        given = json.loads(given)
-    if isinstance(given, dict):
-        return dict(given)
-    names = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_buffer_device")
-    values = {name: getattr(given, name) for name in (*names, "kv_load_failure_policy", "engine_id", "kv_port")}
-    return {name: value for name, value in values.items() if value is not None}
+def _error_of(said: str) -> str:
+    """Return what argparse says behind its usage, on one line."""
+    return " ".join(said.rpartition("error:")[2].split())[:500]
+
+
+def take_flag(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """Return the words without a flag and its value (`flag value` or `flag=value`), and the value."""
+    rest: list[str] = []
+    value: str | None = None
+    left = iter(words)
+    for word in left:
+        name, is_joined, joined = word.partition("=")
+        if name.replace("_", "-") == flag:
+            value = joined if is_joined else next(left, "")
+        else:
+            rest.append(word)
+    return rest, value
+
+
+def _as_fields(given: str | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(given or "{}")
+    except ValueError as error:
+        raise RequestError(f"{KV_FLAG} is not JSON: {error}", param="engine_words") from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"{KV_FLAG} is no JSON object: {given}", param="engine_words")
+    return fields
 
 
 def _check_connector(fields: dict[str, Any]) -> None:
