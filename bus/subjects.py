@@ -50,7 +50,7 @@ SUBJECT_TABLE: tuple[SubjectRow, ...] = (
         "",
         "schemas.peer, KvSnapshotRequest",
     ),
-    SubjectRow("admin.{worker_id}.{drain,role}", "that worker", "", "Drain -> Ack"),
+    SubjectRow("admin.{worker_id}.{drain,role}", "that worker", "", "Drain, ChangeRole -> Ack"),
     SubjectRow("events.kv.{model}.{worker_id}", "routers", "", "KvEvents"),
     SubjectRow("events.load.{model}.{worker_id}", "routers, gateways", "", "LoadReport"),
     SubjectRow("hb.{service}.{id}", "everyone who watches the fleet", "", "Heartbeat"),

@@ -6,6 +6,7 @@ from schemas.handoff import BootstrapInfo, DisaggregatedParams
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.request import GenerateRequest
+from schemas.worker import Role
 
 
 class Dispatch(Message, frozen=True, kw_only=True, tag="dispatch.v1"):
@@ -68,11 +69,15 @@ PrefillResult = PrefillDone | PrefillEnded | PrefillFailed
 
 
 class AcceptedHop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="accepted.v1"):
-    """The receiver holds the attempt now. `bootstrap` is set by a queue-group member that meets by rendezvous."""
+    """The receiver holds the attempt now. `bootstrap` is set by a queue-group member that meets by rendezvous.
+
+    `is_duplicate`: it came by another router's dispatch before, which alone goes on with it.
+    """
 
     by: str
     epoch: Epoch
     bootstrap: BootstrapInfo | None = None
+    is_duplicate: bool = False
 
 
 class Busy(Message, frozen=True, kw_only=True, omit_defaults=True, tag="busy.v1"):
@@ -109,6 +114,13 @@ class Resend(Message, frozen=True, kw_only=True, tag="resend.v1"):
 class Drain(Message, frozen=True, kw_only=True, omit_defaults=True, tag="drain.v1"):
     """Take no new work; answered by Ack once everything in flight has ended."""
 
+    grace_s: float | None = None
+
+
+class ChangeRole(Message, frozen=True, kw_only=True, omit_defaults=True, tag="change_role.v1"):
+    """End what is held in the old role, then serve in this one with the same engine; answered by Ack when it does."""
+
+    role: Role
     grace_s: float | None = None
 
 

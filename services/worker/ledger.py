@@ -11,13 +11,14 @@ from typing import Literal
 import msgspec
 
 from bus.deadlines import Due, Stage, next_due
-from schemas.hop import DecodeRequest, PrefillRequest
+from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
 from schemas.ids import AttemptId
 from schemas.request import Deadlines
 
 MAX_REMEMBERED = 16384
 
-Verdict = Literal["new", "duplicate", "aborted", "full"]
+Verdict = Literal["new", "duplicate", "elsewhere", "aborted", "full"]
+"""`duplicate`: the same leg once more. `elsewhere`: the attempt is, or was, here by another router's dispatch."""
 
 
 class Entry(msgspec.Struct, kw_only=True):
@@ -38,17 +39,20 @@ class Entry(msgspec.Struct, kw_only=True):
 
 
 class Recent:
-    """The newest ids, a bounded number of them."""
+    """The newest ids, a bounded number of them, each with the dispatch that it came by."""
 
     def __init__(self, max_ids: int = MAX_REMEMBERED) -> None:
         self._max_ids = max_ids
-        self._ids: OrderedDict[AttemptId, None] = OrderedDict()
+        self._ids: OrderedDict[AttemptId, Dispatch | None] = OrderedDict()
 
     def __contains__(self, attempt_id: AttemptId) -> bool:
         return attempt_id in self._ids
 
-    def add(self, attempt_id: AttemptId) -> None:
-        self._ids[attempt_id] = None
+    def dispatch_of(self, attempt_id: AttemptId) -> Dispatch | None:
+        return self._ids.get(attempt_id)
+
+    def add(self, attempt_id: AttemptId, dispatch: Dispatch | None = None) -> None:
+        self._ids[attempt_id] = dispatch
         if len(self._ids) > self._max_ids:
             self._ids.popitem(last=False)
 
@@ -71,12 +75,12 @@ class Ledger:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
-    def judge(self, attempt_id: AttemptId) -> Verdict:
+    def judge(self, attempt_id: AttemptId, dispatch: Dispatch) -> Verdict:
         """Say what to do with a leg that has arrived."""
         if attempt_id in self._aborted:
             return "aborted"
         if attempt_id in self._taken:
-            return "duplicate"
+            return "duplicate" if self._taken.dispatch_of(attempt_id) == dispatch else "elsewhere"
         return "full" if len(self._entries) >= self._max_in_flight else "new"
 
     def take(self, leg: PrefillRequest | DecodeRequest) -> Entry:
@@ -93,7 +97,7 @@ class Ledger:
             next_seq=len(request.resume),
         )
         self._entries[request.attempt_id] = entry
-        self._taken.add(request.attempt_id)
+        self._taken.add(request.attempt_id, leg.dispatch)
         return entry
 
     def get(self, attempt_id: AttemptId) -> Entry | None:

@@ -21,6 +21,7 @@ from services.router.route import (
     Instruction,
     LegAccepted,
     LegBusy,
+    LegElsewhere,
     LegRefused,
     LegSent,
     LegSilent,
@@ -162,6 +163,14 @@ def test_a_refusal_by_decode_frees_prefill_at_once(make_request: MakeRequest) ->
     assert failed(instructions).error == full
 
 
+def test_a_request_that_another_router_has_is_left_to_it_without_a_word(make_request: MakeRequest) -> None:
+    route = route_to("prefill_asked", make_request, "after_prefill")
+    assert route.handle(LegElsewhere("prefill")) == []
+    assert route.is_settled
+    route = route_to("decode_asked", make_request, "after_prefill")
+    assert kinds(route.handle(LegElsewhere("decode"))) == ["AbortLeg:prefill"]
+
+
 def test_a_failed_prefill_behind_a_held_decode_is_told_to_decode_alone(make_request: MakeRequest) -> None:
     route = route_to("decode_held", make_request, "rendezvous", room=ROOM_ELSEWHERE)
     error = EngineError("boom").record()
@@ -281,7 +290,7 @@ class World:
         rendezvous = self.route.handoff == "rendezvous" and ask.leg == "prefill"
         worker = P if ask.leg == "prefill" else D
         self.asked.append(ask.leg)
-        outcome = self.rng.choice(["accept", "accept", "accept", "busy", "refuse", "silent"])
+        outcome = self.rng.choice(["accept", "accept", "accept", "busy", "elsewhere", "refuse", "silent"])
         if self.asked.count(ask.leg) > 3:
             outcome = "refuse"
         if outcome == "accept":
@@ -302,6 +311,7 @@ class World:
         else:
             events: dict[str, Event] = {
                 "busy": LegBusy(ask.leg),
+                "elsewhere": LegElsewhere(ask.leg),
                 "refuse": LegRefused(ask.leg, BAD),
                 "silent": LegSilent(ask.leg),
             }

@@ -28,6 +28,7 @@ from schemas.hop import (
     Busy,
     DecodeRequest,
     Dispatch,
+    ChangeRole,
     Drain,
     Ok,
     PrefillDone,
@@ -133,6 +134,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     Abort(attempt_id=ATTEMPT, reason="its owner has closed it", error=ERROR, phase="gateway"),
     Resend(attempt_id=ATTEMPT, from_seq=3),
     Drain(grace_s=30.0),
+    ChangeRole(role="decode", grace_s=30.0),
     Ok(),
     ModelCard(
         model="m",

@@ -3,38 +3,46 @@
 from schemas.request import Deadlines
 from services.worker.deadline_watch import DeadlineWatch
 from services.worker.ledger import Ledger, Recent
-from tests.worker.legs import a_decode, a_prefill, attempt
+from tests.worker.legs import a_decode, a_dispatch, a_prefill, attempt
 
 
 def test_an_attempt_is_taken_once_even_after_it_has_ended() -> None:
     ledger = Ledger(10)
-    assert ledger.judge(attempt(1)) == "new"
+    assert ledger.judge(attempt(1), a_dispatch()) == "new"
     ledger.take(a_decode(1))
-    assert ledger.judge(attempt(1)) == "duplicate"
+    assert ledger.judge(attempt(1), a_dispatch()) == "duplicate"
     ledger.close(attempt(1))
-    assert ledger.judge(attempt(1)) == "duplicate"
+    assert ledger.judge(attempt(1), a_dispatch()) == "duplicate"
+
+
+def test_an_attempt_that_comes_by_another_router_is_the_first_ones() -> None:
+    ledger = Ledger(10)
+    ledger.take(a_prefill(1))
+    assert ledger.judge(attempt(1), a_dispatch(epoch=8)) == "elsewhere"
+    ledger.close(attempt(1))
+    assert ledger.judge(attempt(1), a_dispatch(epoch=8)) == "elsewhere"
 
 
 def test_an_attempt_the_engine_refused_is_refused_again_not_taken_for_held() -> None:
     ledger = Ledger(10)
     ledger.take(a_decode(1))
     ledger.refuse(attempt(1))
-    assert ledger.judge(attempt(1)) == "new"
+    assert ledger.judge(attempt(1), a_dispatch()) == "new"
     assert len(ledger) == 0
 
 
 def test_an_abort_that_overtakes_its_request_is_remembered() -> None:
     ledger = Ledger(10)
     ledger.aborted(attempt(1))
-    assert ledger.judge(attempt(1)) == "aborted"
+    assert ledger.judge(attempt(1), a_dispatch()) == "aborted"
 
 
 def test_a_full_ledger_takes_no_more_but_knows_its_own() -> None:
     ledger = Ledger(2)
     for number in (1, 2):
         ledger.take(a_decode(number))
-    assert ledger.judge(attempt(3)) == "full"
-    assert ledger.judge(attempt(2)) == "duplicate"
+    assert ledger.judge(attempt(3), a_dispatch()) == "full"
+    assert ledger.judge(attempt(2), a_dispatch()) == "duplicate"
 
 
 def test_memory_is_bounded_and_forgets_the_oldest() -> None:
