@@ -1,4 +1,4 @@
-"""`busway status` and `busway drain`: looking at the fleet, and sending a worker home."""
+"""`busway status`, `busway drain` and `busway role`: looking at the fleet, sending a worker home or to other work."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -57,6 +57,28 @@ def drain(
 
     on_bus(send, nats_url, namespace, config)
     print(f"{worker} is drained")
+
+
+def role(
+    worker: Annotated[str, typer.Argument(help="The worker's id, as `busway status` shows it.")],
+    role: Annotated[str, typer.Argument(help="prefill, decode or both.")],
+    grace: Annotated[
+        float | None, typer.Option("--grace", min=0.0, help="Seconds until what it still holds goes on elsewhere.")
+    ] = None,
+    nats_url: options.NatsUrl = None,
+    namespace: options.Namespace = None,
+    config: options.ConfigFile = None,
+) -> None:
+    """Let a worker finish what it has and serve in another role, without loading its model again."""
+
+    async def send(bus: "Bus") -> None:
+        from deploy.draining import change_role
+        from schemas.ids import WorkerId
+
+        await change_role(bus, WorkerId(worker), role, grace_s=grace)
+
+    on_bus(send, nats_url, namespace, config)
+    print(f"{worker} serves as {role}")
 
 
 def on_bus(

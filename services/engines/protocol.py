@@ -57,6 +57,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: BootstrapEndpoint | None = None
     can_resume_exactly: bool = False
     has_kv_events: bool = False
+    can_change_role: bool = False
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The worker's engine among its peers: requests to theirs, answers to them, and who they are."""
 
 import logging
+from collections.abc import Iterable
 from typing import Literal, TypeVar
 
 from bus.connection import Bus
@@ -58,7 +59,10 @@ async def serve_peers(bus: Bus, engine: Engine, worker: WorkerId) -> None:
 
 
 class PeerWatch:
-    """Tells the engine who can hand KV to it, or take it: workers of the other role in its compatibility group."""
+    """Tells the engine who can hand KV to it, or take it: workers of the other role in its compatibility group.
+
+    Whoever was a peer before a change of role stays known until it leaves: the engine may still wait for it.
+    """
 
     def __init__(self, engine: Engine, me: RuntimeConfig) -> None:
         self._engine = engine
@@ -76,6 +80,12 @@ class PeerWatch:
         elif kind != "left" and known is None and is_pair(self._me, record):
             self._epochs[record.worker_id] = record.epoch
             self._engine.peer_joined(record.worker_id, record.epoch)
+
+    def become(self, me: RuntimeConfig, workers: Iterable[RuntimeConfig]) -> None:
+        """This worker serves in another role; `workers` are the live ones."""
+        self._me = me
+        for worker in workers:
+            self.on_change("changed", worker)
 
 
 def is_pair(one: RuntimeConfig, other: RuntimeConfig) -> bool:

@@ -1,5 +1,5 @@
-"""The worker process: an engine warms up, joins the fleet, serves until told to stop, and leaves when it holds nothing
-that anyone still needs.
+"""The worker process: an engine warms up, joins the fleet, serves in one role after the other until told to stop, and
+leaves when it holds nothing that anyone still needs.
 """
 
 import asyncio
@@ -7,17 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
-
-import msgspec
 
 from bus.cards import publish_card
 from bus.connection import Bus
-from bus.discovery import Registration, register, watch
+from bus.discovery import Fleet, Registration, register, watch
 from bus.scope import Scope, open_scope
-from bus.serving import Call, Serving
-from schemas.errors import EngineError, WorkerLostError
-from schemas.hop import Abort, AcceptedHop, DecodeRequest, Drain, Ok, PrefillRequest, Resend
+from bus.serving import Call
+from schemas.errors import EngineError, RequestError, UnavailableError
+from schemas.hop import Abort, AcceptedHop, ChangeRole, Drain, Ok, Resend
 from schemas.ids import Epoch
 from schemas.kv_events import KvSnapshotRequest
 from schemas.worker import LoadReport, Record, RuntimeConfig
@@ -28,13 +25,13 @@ from services.worker.kv_teller import KvTeller
 from services.worker.legs import LegDesk
 from services.worker.listeners import ListenerWatch
 from services.worker.load import LoadReporter
+from services.worker.orders import Orders
 from services.worker.outlet import Outlet
 from services.worker.peers import BusPeerLink, PeerWatch, serve_peers
 from services.worker.quarantine import QuarantineWatch
+from services.worker.tenure import Tenure
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.02
 
 
 async def run_worker(
@@ -65,14 +62,14 @@ class _Worker:
         self._profile: asyncio.Future[EngineProfile] = asyncio.get_running_loop().create_future()
         self._desk: LegDesk | None = None
         self._kv: KvTeller | None = None
-        self._drain = _DrainDesk()
+        self._orders = Orders()
         self._failure: EngineError | None = None
 
     async def run(self, ready: Callable[[RuntimeConfig], None]) -> None:
         async with open_scope() as scope:
             scope.spawn(self._run_engine(), "engine")
             scope.spawn(self._forward_stop(), "stop")
-            if await self._drain.unless_asked(self._profile):
+            if await self._orders.unless_told_to_leave(self._profile):
                 await self._serve(scope, await self._profile, ready)
         if self._failure is not None:
             raise self._failure
@@ -98,11 +95,11 @@ class _Worker:
         """Let what is held end as in any drain, but leave with an error, so that a supervisor starts us afresh."""
         logger.error("leaving: %s", error.message)
         self._failure = error
-        self._drain.begin(None)
+        self._orders.leave(None)
 
     async def _forward_stop(self) -> None:
         await self._stop.wait()
-        self._drain.begin(None)
+        self._orders.leave(None)
 
     def _emit(self, events: Sequence[EngineEvent]) -> None:
         if self._desk is not None and self._kv is not None:
@@ -119,28 +116,36 @@ class _Worker:
         for job in (self._outlet, kv, loads, desk.deadlines, desk.stall, listeners):
             scope.spawn(job.run(), type(job).__name__)
         scope.spawn(QuarantineWatch(self._engine.load, self._worn).run(), "quarantine watch")
-        groups = await self._subscribe(desk, loads, me)
+        await self._subscribe(desk, loads, profile)
+        tenure = Tenure(self._bus, desk, self._outlet, me)
+        await tenure.open()
         async with watch(self._bus) as fleet:
-            fleet.on_change(PeerWatch(self._engine, me).on_change)
+            peers = PeerWatch(self._engine, me)
+            fleet.on_change(peers.on_change)
             fleet.on_change(lambda kind, record: _owner_left(desk, kind, record))
             await self._bus.announce("worker", version("busway"), {"role": me.role, "model": me.model})
             async with register(self._bus, me, self._beat) as registration:
                 ready(me)
-                await self._drain.asked.wait()
-                await self._leave(desk, registration, groups)
-        self._drain.is_over.set()
+                await self._serve_in_roles(tenure, registration, peers, fleet)
+        self._orders.has_left.set()
 
-    async def _subscribe(self, desk: LegDesk, loads: LoadReporter, me: RuntimeConfig) -> list[Serving]:
-        """Subscribe to all of this worker's subjects; return the queue groups', which end first."""
+    async def _subscribe(self, desk: LegDesk, loads: LoadReporter, profile: EngineProfile) -> None:
+        """Subscribe to this worker's subjects but those on which legs come."""
         bus, subjects = self._bus, self._bus.subjects
 
         async def load(query: Ok, call: Call) -> LoadReport:
             return loads.report()
 
         async def drain(order: Drain, call: Call) -> AcceptedHop:
-            self._drain.begin(order.grace_s)
-            await self._drain.is_over.wait()
-            return AcceptedHop(by=me.worker_id, epoch=me.epoch)
+            self._orders.leave(order.grace_s)
+            await self._orders.has_left.wait()
+            return AcceptedHop(by=self._id, epoch=self._epoch)
+
+        async def change_role(order: ChangeRole, call: Call) -> AcceptedHop:
+            if not profile.can_change_role:
+                raise RequestError(f"a {profile.backend} engine can't change its role: start another", param="role")
+            await self._orders.change_role(order.role, order.grace_s)
+            return AcceptedHop(by=self._id, epoch=self._epoch)
 
         await serve_peers(bus, self._engine, self._id)
         if self._kv is not None:
@@ -149,63 +154,32 @@ class _Worker:
         await bus.serve(subjects.worker(self._id, "resend"), Resend, desk.on_resend)
         await bus.serve(subjects.worker(self._id, "load"), Ok, load)
         await bus.serve(subjects.admin(self._id, "drain"), Drain, drain)
-        groups: list[Serving] = []
-        if me.role == "prefill":
-            await bus.serve(subjects.worker(self._id, "prefill"), PrefillRequest, desk.on_prefill)
-            group = subjects.prefill(me.model, me.compat)
-            groups.append(await bus.serve(group, PrefillRequest, desk.on_prefill, queue="prefill"))
-        else:
-            await bus.serve(subjects.worker(self._id, "decode"), DecodeRequest, desk.on_decode)
-            group = subjects.decode(me.model, me.compat)
-            groups.append(await bus.serve(group, DecodeRequest, desk.on_decode, queue="decode"))
-        return groups
+        await bus.serve(subjects.admin(self._id, "role"), ChangeRole, change_role)
 
-    async def _leave(self, desk: LegDesk, registration: Registration, groups: list[Serving]) -> None:
-        """Take no new work, let what is held end and be fetched, end the rest as lost."""
-        desk.is_draining = True
-        record = registration.record
-        assert isinstance(record, RuntimeConfig)
-        await registration.update(msgspec.structs.replace(record, state="draining"))
-        for group in groups:
-            await group.stop()
-        limit_s = self._config.drain_s if self._drain.grace_s is None else self._drain.grace_s
-        try:
-            async with asyncio.timeout(limit_s):
-                while not desk.is_idle:  # noqa: ASYNC110 (leases end in the engine, which has no event for it)
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            logger.warning("leaving with %d attempts unfinished after %.1f s", len(desk.ledger), limit_s)
-            desk.drop_all(WorkerLostError(f"worker {self._id} had to leave"))
-        await self._outlet.flush()
+    async def _serve_in_roles(self, tenure: Tenure, registration: Registration, peers: PeerWatch, fleet: Fleet) -> None:
+        """Serve in one role after the other, until told to leave; then end."""
+        while (order := await self._orders.next()) is not None:
+            if order.role == tenure.me.role:
+                order.done.set_result(None)
+                continue
+            if not await tenure.end(registration, self._limit_s(order.grace_s), unless=self._orders.leave_asked):
+                order.done.set_exception(UnavailableError("the worker is leaving"))
+                break
+            await tenure.close()
+            tenure = tenure.in_role(order.role)
+            peers.become(tenure.me, fleet.workers.values())
+            await tenure.open()
+            await registration.update(tenure.me)
+            logger.info("%s serves as %s now", self._id, order.role)
+            order.done.set_result(None)
+        await tenure.end(registration, self._limit_s(self._orders.grace_s))
+
+    def _limit_s(self, grace_s: float | None) -> float:
+        return self._config.drain_s if grace_s is None else grace_s
 
     def _beat(self) -> tuple[int, bool]:
         load = self._engine.load()
         return load.progress, load.running + load.waiting > 0
-
-
-class _DrainDesk:
-    """Who asked this worker to leave, and whether it has. The first to ask sets the grace."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.is_over = asyncio.Event()
-        self.grace_s: float | None = None
-
-    def begin(self, grace_s: float | None) -> None:
-        if not self.asked.is_set():
-            self.grace_s = grace_s
-            self.asked.set()
-
-    async def unless_asked(self, profile: "asyncio.Future[EngineProfile]") -> bool:
-        """Wait for the engine; return False when the worker has to leave before it is ready."""
-        async with open_scope() as scope:
-            either: list[asyncio.Future[Any]] = [profile, scope.spawn(_wait(self.asked), "drain asked")]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return profile.done()
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _owner_left(desk: LegDesk, kind: str, record: Record) -> None:

@@ -300,4 +300,5 @@ def _profile(spec: RunnerSpec, handoff: HandoffMode) -> EngineProfile:
         bootstrap=BootstrapEndpoint() if is_rendezvous else None,
         can_resume_exactly=spec.is_deterministic,
         has_kv_events=True,
+        can_change_role=True,
     )
