@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,6 +27,7 @@ from deploy.service import ServiceName
 from deploy.settings import Settings
 from schemas.errors import BusError
 from schemas.hop import Ok
+from schemas.ids import WorkerId
 from schemas.worker import LoadReport, Record, RuntimeConfig
 from services.config import BusConfig, GatewayConfig, HandoffMode, RouterConfig, WorkerConfig
 from services.telemetry import LogConfig
@@ -62,6 +64,7 @@ class Stack:
         self._tasks: asyncio.TaskGroup
         self._quiet: dict[int, Counter[str]] = {}
         self._answers: list[Answer] = []
+        self._urls: dict[str, str] = {}
         self._numbers = itertools.count(1)
 
     def __getitem__(self, name: str) -> Member:
@@ -163,6 +166,34 @@ class Stack:
         """Wait until the fleet has noticed that a member lives no more."""
         await wait_until(lambda: not any(_id(record) == name for record in self._live()), 20.0, lambda: f"{name} lives")
 
+    async def until_live(self, name: str) -> None:
+        """Wait until the fleet knows a member's present process as ready."""
+        pid = self.members[name].pid
+        await wait_until(
+            lambda: any(record.pid == pid and record.state == "ready" for record in self._live()),
+            READY_TIMEOUT_S,
+            lambda: f"{name} doesn't join: {self.members[name].log()}",
+        )
+
+    async def until_state(self, worker: str, state: str) -> None:
+        """Wait until a worker's record says so."""
+        workers = self.fleet.workers
+        await wait_until(
+            lambda: WorkerId(worker) in workers and workers[WorkerId(worker)].state == state,
+            READY_TIMEOUT_S,
+            lambda: f"{worker} isn't {state}",
+        )
+
+    async def until_served_by(self, name: str, *, stage: str) -> None:
+        """Ask until a worker has had this part of a request."""
+        at = {"prefilling": -2, "decoding": -1}[stage]
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while True:
+                answer = await self.ask(self.prompt(), 3).over()
+                answer.check_whole()
+                if stage in answer.stages and answer.holders[at] == name:
+                    return
+
     async def states(self) -> dict[str, str]:
         """Return what `busway status` says of each worker ("gone": nothing any more)."""
         fleet = await read_fleet(self.bus)
@@ -184,9 +215,16 @@ class Stack:
         except TimeoutError:
             raise AssertionError(f"{gateway} says {said}, not {wanted}") from None
 
+    def some_gateway(self, rng: random.Random) -> str:
+        """Return a gateway that the fleet knows as ready, or any."""
+        ready = sorted(id for id, record in self.fleet.gateways.items() if record.state == "ready")
+        return rng.choice(ready or sorted(self.fleet.gateways) or ["g0"])
+
     def url(self, gateway: str) -> str:
-        """Return a gateway's address."""
-        return self.fleet.gateways[gateway].url
+        """Return a gateway's address, the last one known."""
+        if (record := self.fleet.gateways.get(gateway)) is not None:
+            self._urls[gateway] = record.url
+        return self._urls[gateway]
 
     # ---- requests ----
 
