@@ -28,6 +28,7 @@ from schemas.worker import RuntimeConfig
 from services.router.candidates import Path
 from services.router.dispatch import Dispatcher, Hop
 from services.router.policies import Leg
+from services.router.result_watch import ResultWatch
 from services.router.route import (
     AbortLeg,
     Ask,
@@ -35,11 +36,11 @@ from services.router.route import (
     Instruction,
     LegAccepted,
     LegBusy,
-    LegElsewhere,
     LegRefused,
     LegSent,
     LegSilent,
     RequestFailed,
+    ResultLost,
     Route,
     Say,
 )
@@ -71,6 +72,12 @@ class Journey:
         )
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
+        self._result_watch = ResultWatch(
+            bus,
+            request.attempt_id,
+            awaited_from=lambda: self._hops.workers.get("prefill") if self.route.awaits_result else None,
+            on_lost=lambda: self.post(ResultLost()),
+        )
 
     @property
     def is_over(self) -> bool:
@@ -97,11 +104,13 @@ class Journey:
     async def run(self) -> None:
         """Route the request until decode holds it or it has ended."""
         try:
+            self._result_watch.start()
             async with asyncio.TaskGroup() as hops:
                 await self._travel(hops)
         except Exception as error:  # the request boundary: every outcome has its terminal frame
             await self._fail(error)
         finally:
+            self._result_watch.stop()
             self._way = None
             while self._events:
                 self.post(self._events.popleft())
@@ -174,9 +183,6 @@ class Journey:
         if isinstance(ack, Busy):
             self._dispatcher.not_held(hop)
             return LegBusy(hop.leg)
-        if ack.is_duplicate:
-            self._dispatcher.not_held(hop)
-            return LegElsewhere(hop.leg)
         worker = WorkerId(ack.by)
         self._dispatcher.accepted(hop, worker)
         self._hops.accepted(hop.leg, worker)

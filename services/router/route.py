@@ -49,12 +49,6 @@ class LegBusy(msgspec.Struct, frozen=True):
     leg: Leg
 
 
-class LegElsewhere(msgspec.Struct, frozen=True):
-    """The worker has the attempt by another router's dispatch: the request came to two routers."""
-
-    leg: Leg
-
-
 class LegRefused(msgspec.Struct, frozen=True):
     """Nobody holds the leg, and nobody will."""
 
@@ -66,6 +60,10 @@ class LegSilent(msgspec.Struct, frozen=True):
     """No ack within the hop's second: somebody may hold the leg."""
 
     leg: Leg
+
+
+class ResultLost(msgspec.Struct, frozen=True):
+    """The prefill worker, asked for its result, is silent or knows nothing of the leg."""
 
 
 class AbortAsked(msgspec.Struct, frozen=True):
@@ -90,9 +88,9 @@ Event = (
     LegSent
     | LegAccepted
     | LegBusy
-    | LegElsewhere
     | LegRefused
     | LegSilent
+    | ResultLost
     | PrefillDone
     | PrefillEnded
     | PrefillFailed
@@ -164,6 +162,11 @@ class Route:
         """Whether the router has nothing more to wait for; late events are still welcome."""
         return self.stage != "routing" and "asked" not in (self._prefill.state, self._decode.state)
 
+    @property
+    def awaits_result(self) -> bool:
+        """Whether only the held prefill leg's outcome lets the request go on."""
+        return self.stage == "routing" and self._prefill.state == "held" and self._params is None
+
     def start(self) -> list[Instruction]:
         """Return the first instruction."""
         return [self._ask(self._decode if self.handoff is None else self._prefill)]
@@ -178,12 +181,12 @@ class Route:
                 return self._on_accepted(event)
             case LegBusy(leg):
                 return self._on_busy(self._leg(leg))
-            case LegElsewhere(leg):
-                return self._on_elsewhere(self._leg(leg))
             case LegRefused():
                 return self._on_refused(event)
             case LegSilent(leg):
                 return self._on_silent(self._leg(leg))
+            case ResultLost():
+                return self._on_silent(self._prefill) if self.awaits_result else []
             case PrefillDone():
                 return self._on_done(event)
             case PrefillEnded():
@@ -226,12 +229,6 @@ class Route:
             leg.state = "over"
             return []
         return [self._ask(leg)]
-
-    def _on_elsewhere(self, leg: _Leg) -> list[Instruction]:
-        """End without a word: the stream is the other router's to end."""
-        leg.state = "over"
-        self.stage = "ended"
-        return self._abort_legs("another router has the request", None)
 
     def _on_refused(self, event: LegRefused) -> list[Instruction]:
         """A resumed completion that has all its tokens needs no prefill: decode says at once how it ended."""

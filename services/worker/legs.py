@@ -42,7 +42,7 @@ from services.worker.deadline_watch import DeadlineWatch
 from services.worker.ledger import Entry, Ledger
 from services.worker.load import LoadReporter
 from services.worker.outlet import Outlet
-from services.worker.sent_frames import SentFrames
+from services.worker.sent_frames import SentFrames, SentResults
 from services.worker.stall import StallWatch
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class LegDesk:
         self._outlet = outlet
         self._loads = loads
         self._sent = SentFrames()
+        self._results = SentResults()
 
     @property
     def is_idle(self) -> bool:
@@ -91,15 +92,23 @@ class LegDesk:
         return self._accepted(None)
 
     async def on_resend(self, resend: Resend, call: Call) -> AcceptedHop:
-        """Send a stream's frames again, from a token on; later ones follow as ever. Raises StreamBrokenError when they
-        aren't known here (any more)."""
+        """Send a stream's frames again, from a token on, or a prefill leg's outcome; what hasn't come yet will come.
+        Raises StreamBrokenError when they aren't known here (any more)."""
         self.stall.check()
-        found = self._sent.since(resend.attempt_id, resend.from_seq)
-        if found is None:
+        attempt_id = resend.attempt_id
+        entry = self.ledger.get(attempt_id)
+        if entry is not None and entry.result_subject:
+            return self._accepted(None)
+        result = self._results.get(attempt_id)
+        found = self._sent.since(attempt_id, resend.from_seq)
+        if result is not None:
+            self._outlet.tell(*result)
+        elif found is not None:
+            subject, frames = found
+            for frame in frames:
+                self._outlet.say(subject, frame)
+        else:
             raise StreamBrokenError(f"{self._me.worker_id} has no token {resend.from_seq} of that attempt")
-        subject, frames = found
-        for frame in frames:
-            self._outlet.say(subject, frame)
         return self._accepted(None)
 
     async def on_abort(self, abort: Abort, call: Call) -> Ok | None:
@@ -152,13 +161,11 @@ class LegDesk:
         self.stall.check()
         self._loads.count(leg.dispatch)
         request = leg.request
-        verdict = self.ledger.judge(request.attempt_id, leg.dispatch)
+        verdict = self.ledger.judge(request.attempt_id)
         if verdict == "aborted":
             raise AbortedError("the attempt was aborted before it arrived")
         if verdict == "duplicate":
             return self._accepted(None)
-        if verdict == "elsewhere":
-            return AcceptedHop(by=self._me.worker_id, epoch=self._me.epoch, is_duplicate=True)
         if self.is_draining or verdict == "full":
             return Busy(by=self._me.worker_id, reason="draining" if self.is_draining else "full")
         has_kv = isinstance(leg, DecodeRequest) and leg.params is not None
@@ -192,6 +199,7 @@ class LegDesk:
                 self._sent.end(entry.attempt_id, time.monotonic())
             case PrefillDone() | PrefillEnded() | PrefillFailed():
                 self._outlet.tell(entry.result_subject, event)
+                self._results.note(entry.result_subject, event)
         self.ledger.close(entry.attempt_id)
         self._loads.nudge()
 
@@ -207,6 +215,7 @@ class LegDesk:
         if error is None:
             self.ledger.close(attempt_id)
             self._sent.forget(attempt_id)
+            self._results.forget(attempt_id)
         self._engine.abort(attempt_id, error)
         self._loads.nudge()
 

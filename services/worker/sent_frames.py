@@ -1,10 +1,12 @@
-"""What this worker has sent of each attempt, for owners who missed some of it. Pure: `now` is monotonic seconds."""
+"""What this worker has sent of each attempt, for owners and routers who missed some of it. Pure: `now` is monotonic
+seconds."""
 
 from collections import OrderedDict, deque
 
 import msgspec
 
 from schemas.frames import Failed, Finished, Tokens
+from schemas.hop import PrefillResult
 from schemas.ids import AttemptId
 
 MAX_FRAMES = 4096
@@ -72,3 +74,25 @@ class SentFrames:
 
 def _reaches(frame: StreamFrame, from_seq: int) -> bool:
     return not isinstance(frame, Tokens) or frame.seq + len(frame.token_ids) > from_seq
+
+
+class SentResults:
+    """The newest outcomes of prefill legs: where each was sent, and what."""
+
+    def __init__(self, max_results: int = MAX_ENDED) -> None:
+        self._max_results = max_results
+        self._results: OrderedDict[AttemptId, tuple[str, PrefillResult]] = OrderedDict()
+
+    def note(self, subject: str, result: PrefillResult) -> None:
+        """An outcome is sent."""
+        self._results[result.attempt_id] = (subject, result)
+        if len(self._results) > self._max_results:
+            self._results.popitem(last=False)
+
+    def forget(self, attempt_id: AttemptId) -> None:
+        """The leg was aborted: what it came to is void."""
+        self._results.pop(attempt_id, None)
+
+    def get(self, attempt_id: AttemptId) -> tuple[str, PrefillResult] | None:
+        """Return the subject and the outcome, if it is kept."""
+        return self._results.get(attempt_id)
