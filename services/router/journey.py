@@ -36,6 +36,7 @@ from services.router.route import (
     Instruction,
     LegAccepted,
     LegBusy,
+    LegElsewhere,
     LegRefused,
     LegSent,
     LegSilent,
@@ -183,6 +184,9 @@ class Journey:
         if isinstance(ack, Busy):
             self._dispatcher.not_held(hop)
             return LegBusy(hop.leg)
+        if ack.is_duplicate:
+            self._dispatcher.not_held(hop)
+            return LegElsewhere(hop.leg)
         worker = WorkerId(ack.by)
         self._dispatcher.accepted(hop, worker)
         self._hops.accepted(hop.leg, worker)

@@ -49,6 +49,12 @@ class LegBusy(msgspec.Struct, frozen=True):
     leg: Leg
 
 
+class LegElsewhere(msgspec.Struct, frozen=True):
+    """The worker has the attempt by another router's dispatch: the request came to two routers."""
+
+    leg: Leg
+
+
 class LegRefused(msgspec.Struct, frozen=True):
     """Nobody holds the leg, and nobody will."""
 
@@ -88,6 +94,7 @@ Event = (
     LegSent
     | LegAccepted
     | LegBusy
+    | LegElsewhere
     | LegRefused
     | LegSilent
     | ResultLost
@@ -181,6 +188,8 @@ class Route:
                 return self._on_accepted(event)
             case LegBusy(leg):
                 return self._on_busy(self._leg(leg))
+            case LegElsewhere(leg):
+                return self._on_elsewhere(self._leg(leg))
             case LegRefused():
                 return self._on_refused(event)
             case LegSilent(leg):
@@ -229,6 +238,12 @@ class Route:
             leg.state = "over"
             return []
         return [self._ask(leg)]
+
+    def _on_elsewhere(self, leg: _Leg) -> list[Instruction]:
+        """End without a word: the stream is the other router's to end."""
+        leg.state = "over"
+        self.stage = "ended"
+        return self._abort_legs("another router has the request", None)
 
     def _on_refused(self, event: LegRefused) -> list[Instruction]:
         """A resumed completion that has all its tokens needs no prefill: decode says at once how it ended."""

@@ -161,11 +161,13 @@ class LegDesk:
         self.stall.check()
         self._loads.count(leg.dispatch)
         request = leg.request
-        verdict = self.ledger.judge(request.attempt_id)
+        verdict = self.ledger.judge(request.attempt_id, leg.dispatch)
         if verdict == "aborted":
             raise AbortedError("the attempt was aborted before it arrived")
         if verdict == "duplicate":
             return self._accepted(None)
+        if verdict == "elsewhere":
+            return AcceptedHop(by=self._me.worker_id, epoch=self._me.epoch, is_duplicate=True)
         if self.is_draining or verdict == "full":
             return Busy(by=self._me.worker_id, reason="draining" if self.is_draining else "full")
         has_kv = isinstance(leg, DecodeRequest) and leg.params is not None
