@@ -13,7 +13,7 @@ from services.engines.vllm.sampling import sampling_values
 from services.engines.vllm.site import Site
 from services.engines.vllm.tally import Tally
 from services.engines.vllm.vouching import Params, Voucher, source_of
-from services.engines.vllm.words import CoreOutput, CoreRequest
+from services.engines.vllm.words import CoreOutput, CoreRequest, fresh_core_id
 
 
 class DecodeLeg:
@@ -27,7 +27,6 @@ class DecodeLeg:
         self._voucher = Voucher(site.link, leg.request.attempt_id, source[0]) if source is not None else None
         self._params: Params | None = source[1] if source is not None else None
         self._tally = Tally(leg, self._params)
-        self._num_runs = 0
         self._core_id = ""
         self._next_seq = len(leg.request.resume)
         self._withheld: list[EngineEvent] | None = None
@@ -114,8 +113,7 @@ class DecodeLeg:
 
     def _submit(self) -> None:
         request, site = self._request, self._site
-        self._core_id = f"{request.attempt_id}-d{self._num_runs}"
-        self._num_runs += 1
+        self._core_id = fresh_core_id(request.attempt_id)
         site.enter(request.attempt_id, self._core_id, self)
         site.core.submit(
             CoreRequest(

@@ -10,7 +10,7 @@ from schemas.handoff import VllmKvTransferParams
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed, PrefillRequest
 from services.engines.vllm.sampling import num_left, sampling_values
 from services.engines.vllm.site import Site
-from services.engines.vllm.words import CoreOutput, CoreRequest
+from services.engines.vllm.words import CoreOutput, CoreRequest, fresh_core_id
 
 
 class PrefillLeg:
@@ -19,7 +19,7 @@ class PrefillLeg:
     def __init__(self, site: Site, leg: PrefillRequest) -> None:
         self._site = site
         self._request = leg.request
-        self._core_id = f"{leg.request.attempt_id}-p"
+        self._core_id = fresh_core_id(leg.request.attempt_id)
 
     def start(self) -> None:
         """Submit it. A request of one token is over after prefill: its KV is not kept."""

@@ -1,15 +1,24 @@
 """The words of vLLM: what the adapter's parts tell one another of its engine core, without importing vLLM."""
 
+import secrets
 from typing import Literal
 
 import msgspec
 
 from schemas.errors import BuswayError
 from schemas.frames import TokenLogprobs
+from schemas.ids import AttemptId
 
 NIXL_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 Finish = Literal["stop", "length", "abort", "error", "repetition", "poisoned"]
+
+
+def fresh_core_id(attempt_id: AttemptId) -> str:
+    """Return an id for one request in the engine: the attempt's and 8 random hex digits, as vLLM's own front end makes
+    them. Its push connector finds the two legs of a handoff by what is left without those digits
+    (get_base_request_id in nixl/utils.py@0.32.0)."""
+    return f"{attempt_id}-{secrets.token_hex(4)}"
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
