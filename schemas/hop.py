@@ -48,7 +48,11 @@ class PrefillDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="p
 
 
 class PrefillEnded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="prefill_ended.v1"):
-    """The first token ended the request (EOS, stop id or max_tokens 1): there is no decode leg, the KV is free."""
+    """The first token ended the request (EOS, stop id or max_tokens 1): there is no decode leg, the KV is free.
+
+    `is_delivered`: `token_id` is the last of the resumed ids, which had ended it already. (An engine may as well refuse
+    such a leg, with param "resume": decode then tells the end.)
+    """
 
     attempt_id: AttemptId
     token_id: int
@@ -56,6 +60,7 @@ class PrefillEnded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     num_cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     timings: Timings = Timings()
+    is_delivered: bool = False
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True, tag="prefill_failed.v1"):

@@ -349,20 +349,22 @@ def _meets_over_the_bus(params: DisaggregatedParams | None) -> bool:
 
 
 def completion(event: PrefillEnded, *, num_prompt_tokens: int, num_resumed: int) -> list[Frame]:
-    """Return the frames of a request that its first token ended."""
+    """Return the frames of a request that its first token ended, or that had ended when it was resumed."""
+    num_tokens = num_resumed if event.is_delivered else num_resumed + 1
     usage = Usage(
         prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_resumed + 1,
+        completion_tokens=num_tokens,
         cached_tokens=event.num_cached_tokens,
     )
     logprobs = None if event.logprobs is None else (event.logprobs,)
-    return [
-        Tokens(attempt_id=event.attempt_id, seq=num_resumed, token_ids=(event.token_id,), logprobs=logprobs),
-        Finished(
-            attempt_id=event.attempt_id,
-            seq=num_resumed + 1,
-            reason=event.reason,
-            usage=usage,
-            timings=event.timings,
-        ),
-    ]
+    finished = Finished(
+        attempt_id=event.attempt_id,
+        seq=num_tokens,
+        reason=event.reason,
+        usage=usage,
+        timings=event.timings,
+    )
+    if event.is_delivered:
+        return [finished]
+    token_ids = (event.token_id,)
+    return [Tokens(attempt_id=event.attempt_id, seq=num_resumed, token_ids=token_ids, logprobs=logprobs), finished]
