@@ -54,7 +54,7 @@ async def test_a_flush_emits_at_once_and_only_once() -> None:
 
 
 def test_a_missing_engine_says_how_to_install_it() -> None:
-    with pytest.raises(RequestError, match="Frobnicator is not installed.*pip install it"):
+    with pytest.raises(RequestError, match=r"Frobnicator is not installed.*pip install it"):
         require_version("Frobnicator", ["no-such-package"], ["1"], install="pip install it", allow_untested=False)
 
 
