@@ -112,7 +112,7 @@ class Scene:
         return {str(bid.worker): bid.cached_tokens for bid in explanation.choices[0].bids}
 
     async def explain(self, router: str, id: str) -> Explanation:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while True:
                 subject = self.bus.subjects.router(router, "explain")
                 explanation = await self.bus.ask(subject, ExplainRequest(id=id), Explanation)
@@ -121,14 +121,14 @@ class Scene:
                 await asyncio.sleep(0.01)
 
     async def until_believed(self, router: str, expected: dict[str, int]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while (believed := await self.cached_tokens(router)) != expected:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert believed == expected
 
 
 async def wait_until_routable(here: Scene) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while True:
             try:
                 await here.cached_tokens(here.routers[0])
@@ -156,7 +156,7 @@ async def scene(bus_factory: BusFactory, *names: str, ttl_s: float = 0.001) -> A
         config = RouterConfig(policy="kv", drain_s=0.0, kv_routed_ttl_s=ttl_s)
         tasks.create_task(run_router(bus, config, stop=stop, ready=ready.set_result))
         here.routers.append(await ready)
-        await fleet.wait_for(lambda seen: len(seen.workers) == len(names) + 1, 5.0)
+        await fleet.wait_for(lambda seen: len(seen.workers) == len(names) + 1, 15.0)
         try:
             if names:
                 await wait_until_routable(here)
