@@ -348,7 +348,8 @@ class Life:
             aborts = self._aborts()
             self._turn("finished")
             return [*aborts, Deliver(delivered.finish(attempt.id, ending, self.num_resubmits)), End()]
-        refusal = delivered.go_on_with(is_exact=attempt.reader.can_resume_exactly)
+        # An attempt that hadn't got as far as tokens has none to its name; who goes on is asked by his Decoding frame.
+        refusal = delivered.go_on_with(is_exact=attempt.reader.can_resume_exactly) if attempt.has_tokens else None
         is_poison = isinstance(error, EngineError) and isinstance(self._cause, EngineError)
         if refusal is not None or is_poison or not self._recovery.may_resubmit:
             return self._fail(refusal or error)

@@ -353,6 +353,24 @@ LifeMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=4
 TestLife = LifeMachine.TestCase
 
 
+def test_a_resumed_attempt_lost_before_its_first_token_is_sent_anew_whatever_its_engine() -> None:
+    """Nobody had told yet whether it could have gone on exactly."""
+    life = a_life(a_request(sampling=Sampling(seed=1, temperature=1.0, is_user_seeded=True)))
+    (send,) = life.start(START)
+    assert isinstance(send, Send)
+    for frame in (*Holders(send.request).lifecycle(), Tokens(send.request.attempt_id, 0, (0, 1))):
+        life.handle(FrameCame(frame), START)
+    for number in (1, 2):
+        attempt = life.attempt.id
+        life.handle(FrameCame(Failed(attempt, 2, WorkerLostError("x").record())), START + number)
+        assert life.state == "waiting"
+        assert life.wake_at is not None
+        (send,) = life.handle(TimerFired(), life.wake_at)
+        assert isinstance(send, Send)
+        assert send.request.resume == (0, 1)
+        life.handle(FrameCame(Accepted(send.request.attempt_id, "r")), START + number)
+
+
 def test_the_diagram_on_the_page_is_the_tables() -> None:
     page = PAGE.read_text()
     assert page.split("<!-- life -->\n")[1].split("<!-- /life -->")[0].strip() == render_diagram()
