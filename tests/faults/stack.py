@@ -111,15 +111,16 @@ class Stack:
         """Wait until requests take the way that these members make possible, through each gateway."""
         has_pair = any(name[0] == "p" for name in names) and any(name[0] == "d" for name in names)
         wanted = ["accepted", "prefilling", "decoding"] if has_pair else ["accepted", "decoding"]
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            for via in ["bus", *(name for name in names if name[0] == "g")]:
-                while True:
-                    answer = await self.ask(
-                        self.prompt(40), 3, via="bus" if via == "bus" else "http", gateway=via
-                    ).over()
-                    if answer.is_whole and (via != "bus" or answer.stages == wanted):
-                        break
-                    await asyncio.sleep(0.05)
+        for gateway in ("", *(name for name in names if name[0] == "g")):
+            answer: Answer | None = None
+            try:
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    while answer is None or not answer.is_whole or (not gateway and answer.stages != wanted):
+                        via: Via = "http" if gateway else "bus"
+                        answer = await self.ask(self.prompt(40), 3, via=via, gateway=gateway).over()
+                        await asyncio.sleep(0.02)
+            except TimeoutError:
+                raise AssertionError(f"{names} don't serve: {answer}, {self.logs()}") from None
 
     def _live(self) -> list[Record]:
         fleet = self.fleet
