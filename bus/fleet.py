@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 TICK_EVERY_S = 0.25
 LINE_LATE_S = 1.0
 FIRST_SNAPSHOT_TIMEOUT_S = 5.0
+FIRST_BEATS_TIMEOUT_S = 1.2  # two heartbeats and a little
 
 OnChange = Callable[[ChangeKind, Record], None]
 
@@ -73,6 +74,12 @@ class Fleet:
                     changed.clear()
         finally:
             self._waiters.discard(changed)
+
+    async def first_beats(self) -> None:
+        """Return once every service that has a record has been heard, or had the time to be: who isn't live by then
+        isn't there. For those who are asked about the fleet from their first moment on."""
+        with contextlib.suppress(TimeoutError):
+            await self.wait_for(lambda fleet: fleet._state.is_all_live, FIRST_BEATS_TIMEOUT_S)
 
     # What the record watch tells (bus.record_watch.RecordSink).
 

@@ -66,6 +66,11 @@ class FleetState:
         """All records by key, live or not."""
         return {key: known.record for key, known in self._known.items()}
 
+    @property
+    def is_all_live(self) -> bool:
+        """Whether every service that has a record is live."""
+        return self._keys.keys() <= self.live.keys()
+
     def heartbeat_of(self, ident: Ident) -> Heartbeat | None:
         """Return the last heartbeat heard of a service."""
         beat = self._beats.get(ident)

@@ -10,12 +10,12 @@ from bus.discovery import Fleet, watch
 from bus.scope import open_scope
 from bus.subjects import AdminVerb
 from deploy.errors import CommandError, UsageError
-from deploy.fleet import BEATS_WAIT_S
 from schemas.errors import NoRespondersError
 from schemas.hop import AcceptedHop, ChangeRole, Drain
 from schemas.ids import WorkerId
 from schemas.worker import Role
 
+BEATS_WAIT_S = 1.2  # two heartbeats and a little
 LONGEST_S = 24 * 3600.0
 TAKE_ORDER_S = 3.0
 ANSWER_MARGIN_S = 2.0  # a worker answers a moment after it has left the fleet

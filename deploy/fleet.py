@@ -1,20 +1,18 @@
 """The fleet as `busway status` shows it: discovery's records, each worker's load, and who can't be paired and why."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterable
 from itertools import product
 
 import msgspec
 
 from bus.connection import Bus
-from bus.discovery import Fleet, watch
+from bus.discovery import watch
 from schemas.errors import BusError
 from schemas.hop import Ok
 from schemas.ids import WorkerId
 from schemas.worker import LoadReport, RuntimeConfig, ServiceRecord
 
-BEATS_WAIT_S = 1.2  # two heartbeats and a little
 LOAD_TIMEOUT_S = 1.0
 
 
@@ -74,8 +72,7 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 async def read_fleet(bus: Bus) -> FleetStatus:
     """Return the fleet now; takes a heartbeat's time at most when a record has no living owner."""
     async with watch(bus) as fleet:
-        with contextlib.suppress(TimeoutError):  # who is silent until then is shown as lost
-            await fleet.wait_for(_all_live, timeout_s=BEATS_WAIT_S)
+        await fleet.first_beats()  # who is silent until then is shown as lost
         records = list(fleet.all_records.values())
         workers = [record for record in records if isinstance(record, RuntimeConfig)]
         loads = await _loads(bus, [worker for worker in workers if worker.worker_id in fleet.workers])
@@ -158,15 +155,6 @@ async def _load(bus: Bus, worker: WorkerId) -> LoadReport | None:
         return await bus.ask(bus.subjects.worker(worker, "load"), Ok(), LoadReport, timeout_s=LOAD_TIMEOUT_S)
     except BusError:
         return None
-
-
-def _all_live(fleet: Fleet) -> bool:
-    living = {*fleet.workers, *fleet.routers, *fleet.gateways}
-    return all(_id(record) in living for record in fleet.all_records.values())
-
-
-def _id(record: RuntimeConfig | ServiceRecord) -> str:
-    return record.worker_id if isinstance(record, RuntimeConfig) else record.id
 
 
 def _service_rows(records: Iterable[object], service: str, live: Iterable[str]) -> list[ServiceRow]:

@@ -47,6 +47,7 @@ async def run_gateway(bus: Bus, config: GatewayConfig, *, stop: asyncio.Event, r
     record = _record(config)
     with EncodingThreads() as threads:
         async with watch(bus) as fleet:
+            await fleet.first_beats()  # else the first requests would hear that there is no such model
             gateway = await _assemble(bus, fleet, threads, config, record.id)
             async with open_scope() as scope, _listening(gateway.routes.application(), config) as (site, url):
                 scope.spawn(gateway.pacemaker.run(), "pacemaker")

@@ -55,9 +55,15 @@ def find_path(configs: Iterable[RuntimeConfig], load_of: LoadOf, *, is_strict: b
 
 
 def decode_partners(configs: Iterable[RuntimeConfig], load_of: LoadOf, compat: str) -> list[Candidate]:
-    """Return who can take over from a prefill worker of that compatibility group now."""
+    """Return who can take over from a prefill worker of that compatibility group now; may be empty: all are full.
+
+    Raises UnavailableError when there is none at all.
+    """
     usable = _usable(configs, load_of)
-    return [one for one in usable if one.config.role == "decode" and one.config.compat == compat and one.has_room]
+    partners = [one for one in usable if one.config.role == "decode" and one.config.compat == compat]
+    if not partners:
+        raise UnavailableError("no decode worker is left", phase="queue", retry_after_s=RETRY_AFTER_S)
+    return [one for one in partners if one.has_room]
 
 
 def incompatibilities(configs: Sequence[RuntimeConfig]) -> list[str]:

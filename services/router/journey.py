@@ -172,8 +172,11 @@ class Journey:
         """Send a hop and return what became of it."""
         try:
             ack = await self._bus.ask(hop.subject, hop.message, AcceptedHop | Busy, timeout_s=ack_timeout_s)
-        except (NoRespondersError, CapacityError):
+        except CapacityError:
             self._dispatcher.not_held(hop)
+            return LegBusy(hop.leg)
+        except NoRespondersError:  # gone, before the fleet has noticed
+            self._dispatcher.not_held(hop, is_silent=True)
             return LegBusy(hop.leg)
         except (AckTimeoutError, BusUnavailableError):
             self._dispatcher.not_held(hop, is_silent=True)

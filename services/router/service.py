@@ -43,6 +43,7 @@ async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, rea
         await bus.serve(bus.subjects.router(record.id, "resend"), Resend, router.on_resend)
         await bus.serve(bus.subjects.router(record.id, "explain"), ExplainRequest, router.on_explain)
         await bus.announce("router", version("busway"), {"policy": config.policy})
+        await fleet.first_beats()  # else the first requests would hear that nobody serves their model
         async with (
             open_scope() as scope,
             register(bus, record, lambda: (router.num_routed, False)) as registration,

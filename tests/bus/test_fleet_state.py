@@ -39,6 +39,15 @@ def test_neither_a_record_nor_a_heartbeat_alone_is_live() -> None:
     assert kinds(state.put(KEY, worker_record(), 0.1)) == ["joined"]
 
 
+def test_all_are_live_once_every_record_has_its_beat() -> None:
+    state = FleetState()
+    assert state.is_all_live
+    state.put(KEY, worker_record(), 0.0)
+    assert not state.is_all_live
+    state.beat("worker", beat(), 0.1)
+    assert state.is_all_live
+
+
 def test_silence_is_death_and_a_new_beat_is_life() -> None:
     state = joined()
     assert state.tick(DEAD_AFTER_S) == []

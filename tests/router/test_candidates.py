@@ -59,7 +59,8 @@ def test_a_prefill_worker_alone_is_unavailable(make_config: MakeConfig) -> None:
 def test_workers_of_other_weights_are_never_paired(make_config: MakeConfig) -> None:
     configs = [make_config("p", "prefill"), make_config("d", "decode", compat="c2", model_digest="d2")]
     assert first(configs) == (None, ["d"])
-    assert decode_partners(configs, idle, "c1") == []
+    with pytest.raises(UnavailableError):
+        decode_partners(configs, idle, "c1")
     reasons = incompatibilities(configs)
     assert len(reasons) == 2
     assert all("differs in model digest" in reason for reason in reasons)
@@ -76,6 +77,15 @@ def test_a_full_pair_is_429_and_never_falls_back_on_decode(make_config: MakeConf
         with pytest.raises(CapacityError) as caught:
             find_path(configs, lambda config: loads.get(config.worker_id, IDLE), is_strict=False)  # noqa: B023
         assert (caught.value.http_status, caught.value.retry_after_s) == (429, 1.0)
+
+
+def test_a_full_decode_worker_is_waited_for_one_that_is_gone_is_not(make_config: MakeConfig) -> None:
+    configs = [make_config("p", "prefill"), make_config("d", "decode", max_waiting=9)]
+    assert decode_partners(configs, lambda config: full("d").get(config.worker_id, IDLE), "c1") == []
+    gone = WorkerLoad(requests=0, queued_tokens=0, kv_used=0.0, is_suspect=True)
+    with pytest.raises(UnavailableError) as caught:
+        decode_partners(configs, lambda config: gone, "c1")
+    assert (caught.value.http_status, caught.value.retry_after_s) == (503, 1.0)
 
 
 def test_a_full_pair_leaves_the_request_to_workers_of_both_roles(make_config: MakeConfig) -> None:
