@@ -2,12 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from services.config import HandoffMode
 from tests.faults.stack import Stack, run_stack
+
+
+QUICK = {"test_decode_dies.py"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Waiting for deaths to be noticed takes minutes in all: `make test` runs a part, `make slow` and CI the rest."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name not in QUICK:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package", params=["pull", "rendezvous"])
