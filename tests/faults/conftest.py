@@ -10,7 +10,6 @@ import pytest_asyncio
 from services.config import HandoffMode
 from tests.faults.stack import Stack, run_stack
 
-
 QUICK = {"test_decode_dies.py"}
 
 
