@@ -35,7 +35,7 @@ def test_notes_of_dead_processes_and_of_reused_pids_are_removed(tmp_path: Path, 
     ended.wait()
     stale = [
         msgspec.structs.replace(note, pid=ended.pid),
-        msgspec.structs.replace(note, pid=os.getppid(), start_time=note.start_time),
+        msgspec.structs.replace(note, pid=os.getppid(), start_time=start_time_of(os.getppid()) + 1),
     ]
     for other in stale:
         (tmp_path / f"{other.pid}.json").write_bytes(msgspec.json.encode(other))
