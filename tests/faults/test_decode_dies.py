@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.faults.stack import LEASE_S, Stack, promptly
+from tests.faults.stack import Stack, promptly
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -15,7 +15,10 @@ TWO_DECODES = ("g0", "r0", "p1", "d1", "d2")
 
 
 async def test_decode_killed_before_its_kv(stack: Stack) -> None:
-    """Prefill's blocks are free again within a lease, and the requests go on with the other decode worker."""
+    """The requests go on with the other decode worker, and what prefill held for the dead one is free at the end.
+
+    (In between the resumed attempts hold as many blocks again, so a count then says nothing.)
+    """
     await stack.have(*TWO_DECODES)
     pauses = {"pull": ("d1", "d2"), "rendezvous": ("p1",)}[stack.handoff]
     point = {"pull": "mid_transfer", "rendezvous": "before_prefill"}[stack.handoff]
@@ -25,8 +28,6 @@ async def test_decode_killed_before_its_kv(stack: Stack) -> None:
             await answer.until("decoding")
         await stack.until_load("d1", lambda load: load.running >= 1)
         stack["d1"].kill()
-        if stack.handoff == "pull":
-            await stack.until_load("p1", lambda load: load.kv_blocks_used <= 8, promptly(LEASE_S + 1.0))
     for answer in answers:
         (await answer.over()).check_whole()
     await stack.all_free()
