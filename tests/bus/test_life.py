@@ -112,7 +112,9 @@ class Holders:
         return frames
 
     def finished(self) -> Finished:
-        usage = Usage(prompt_tokens=3, completion_tokens=self.sent, cached_tokens=7)
+        # An engine that takes resumed ids for prompt: the owner knows better.
+        num_resumed = len(self.request.resume)
+        usage = Usage(prompt_tokens=3 + num_resumed, completion_tokens=self.sent, cached_tokens=3 + num_resumed)
         return Finished(self.request.attempt_id, self.sent, "length", usage)
 
     def again(self, from_seq: int) -> list[Frame]:
@@ -134,9 +136,9 @@ class LifeMachine(RuleBasedStateMachine):
     turns: ClassVar[set[tuple[State, State]]] = set()
 
     @initialize(
-        max_tokens=st.integers(1, 8),
-        total=st.sampled_from([None, None, START + 30.0]),
-        first_token=st.sampled_from([None, START + 8.0]),
+        max_tokens=st.sampled_from([1, 2, 5, 40]),
+        total=st.sampled_from([None, None, None, START + 30.0]),
+        first_token=st.sampled_from([None, None, None, START + 8.0]),
     )
     def begin(self, max_tokens: int, total: float | None, first_token: float | None) -> None:
         self.now = START
@@ -195,20 +197,51 @@ class LifeMachine(RuleBasedStateMachine):
         assert not self.ends
         assert not self.is_closed
         assert not self.has_finished
+        assert frame.attempt_id == self.sends[-1].attempt_id
         if isinstance(frame, Tokens):
+            assert frame.token_ids
             assert frame.seq == len(self.ids)
             assert frame.logprobs == tuple(TokenLogprobs(-float(one)) for one in frame.token_ids)
             self.ids += frame.token_ids
         elif isinstance(frame, Finished):
             self.has_finished = True
             assert frame.seq == len(self.ids) == self.sends[0].stop.max_tokens
-            assert (frame.usage.prompt_tokens, frame.usage.completion_tokens) == (3, len(self.ids))
+            usage = frame.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (3, len(self.ids))
+            assert usage.cached_tokens <= 3
+            assert usage.num_resubmits == self.life.num_resubmits
+
+    # The usual, which takes a life to where more can happen to it.
+
+    @rule(num=st.integers(1, 4), is_twice=st.booleans())
+    def all_goes_well(self, num: int, is_twice: bool) -> None:
+        while self.unanswered:
+            self.router_says("ack")
+        holder = self.holder(0)
+        for frame in [*holder.lifecycle(), *holder.next_frames(num)]:
+            for _ in range(1 + is_twice):
+                self.arrive(frame)
+
+    @rule(error=st.sampled_from(RETRYABLE))
+    def the_holder_fails_and_another_is_found(self, error: BuswayError) -> None:
+        for frame in self.holder(0).fail(error):
+            self.arrive(frame)
+        self.pass_time(1.0)
+
+    @rule(num=st.integers(1, 3))
+    def a_step_is_lost_and_the_next_arrives(self, num: int) -> None:
+        self.holder(0).next_frames(num)
+        for frame in self.holder(0).next_frames(1):
+            self.arrive(frame)
 
     # Routers answer, or don't.
 
     @precondition(lambda self: self.unanswered)
-    @rule(what=st.sampled_from(["ack", "ack", "ack", "busy", "full", "nobody", "silent", "outage", "refused"]))
+    @rule(what=st.sampled_from([*["ack"] * 12, *["silent", "outage"] * 3, "busy", "full", "nobody", "refused"]))
     def router_answers(self, what: str) -> None:
+        self.router_says(what)
+
+    def router_says(self, what: str) -> None:
         attempt = self.unanswered.pop(0)
         answers: dict[str, Event] = {
             "ack": Acked(attempt, "r"),
@@ -236,7 +269,7 @@ class LifeMachine(RuleBasedStateMachine):
     def holder_says_that_it_has_it(self, which: int, at: int) -> None:
         self.in_flight.append(self.holder(which).lifecycle()[at])
 
-    @rule(which=st.integers(0, 3), error=st.sampled_from(RETRYABLE + FINAL))
+    @rule(which=st.integers(0, 3), error=st.sampled_from(4 * RETRYABLE + FINAL))
     def holder_fails(self, which: int, error: BuswayError) -> None:
         self.in_flight += self.holder(which).fail(error)
 
@@ -262,7 +295,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule(
-        what=st.sampled_from(["agree", "agree", "agree", "names", "ignorant", "nobody", "silent", "outage"]),
+        what=st.sampled_from([*["agree"] * 5, "names", "ignorant", "nobody", "silent", "outage"]),
         is_lost=st.booleans(),
     )
     def asked_one_answers(self, what: str, is_lost: bool) -> None:
@@ -295,6 +328,9 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 4.0]))
     def time_passes(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    def pass_time(self, seconds: float) -> None:
         until = self.now + seconds
         for _ in range(50):
             wake_at = self.life.wake_at
@@ -304,7 +340,7 @@ class LifeMachine(RuleBasedStateMachine):
             self.tell(TimerFired())
         self.now = until
 
-    @rule(is_patient=st.integers(0, 15))
+    @rule(is_patient=st.integers(0, 99))
     def caller_leaves(self, is_patient: int) -> None:
         if not is_patient:
             self.tell(CallerClosed())
