@@ -1,4 +1,4 @@
-"""Pauses grow, are capped, and never bring many requests back at the same moment; silence is asked about less and less."""
+"""Pauses grow, are capped, and never bring many requests back at one moment; silence is asked about less and less."""
 
 import random
 
