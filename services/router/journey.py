@@ -27,6 +27,7 @@ from schemas.request import GenerateRequest
 from schemas.worker import RuntimeConfig
 from services.router.candidates import Path
 from services.router.dispatch import Dispatcher, Hop
+from services.router.lease_keeper import LeaseKeeper
 from services.router.policies import Leg
 from services.router.result_watch import ResultWatch
 from services.router.route import (
@@ -73,6 +74,7 @@ class Journey:
         )
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
+        self._lease_keeper = LeaseKeeper(bus)
         self._result_watch = ResultWatch(
             bus,
             request.attempt_id,
@@ -112,6 +114,7 @@ class Journey:
             await self._fail(error)
         finally:
             self._result_watch.stop()
+            self._lease_keeper.stop()
             self._way = None
             while self._events:
                 self.post(self._events.popleft())
@@ -152,6 +155,7 @@ class Journey:
     async def _ask(self, ask: Ask, hops: asyncio.TaskGroup) -> None:
         """Choose who gets a leg and send it; the answer comes as an event."""
         way = self._on_the_way
+        self._lease_keeper.keep(ask.params)
         compat = self._hops.compat if ask.leg == "decode" else ""
         try:
             if self._hops.count(ask.leg) >= way.max_tries:

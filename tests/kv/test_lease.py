@@ -1,12 +1,16 @@
 """The lease table against a naive history: a lease is whatever its first end was."""
 
 import time
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.ids import AttemptId
 from services.kv.lease import LeaseTable
+from services.kv.lease_table import TABLE, render_diagram
+
+PAGE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 
 MAX_S = 8.0
 ATTEMPTS = [AttemptId("a"), AttemptId("b")]
@@ -108,3 +112,14 @@ def test_forgetting_takes_as_long_as_what_is_forgotten_not_as_what_is_remembered
     assert table.state(AttemptId("0"), 5) == "revoked"
     table.forget(600)
     assert table.state(AttemptId("0"), 600) == "unknown"
+
+
+def test_the_diagram_on_the_page_is_the_tables():
+    page = PAGE.read_text()
+    assert page.split("<!-- lease -->\n")[1].split("<!-- /lease -->")[0].strip() == render_diagram()
+
+
+def test_every_end_of_a_lease_is_final():
+    ends = {after for after in TABLE.values() if after != "held"}
+    assert ends == {"confirmed", "expired", "revoked"}
+    assert not any(state in ends for state, _ in TABLE)

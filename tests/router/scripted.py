@@ -18,6 +18,7 @@ from schemas.handoff import BootstrapEndpoint, BootstrapInfo, Handoff, KvTicket
 from schemas.hop import Abort, AcceptedHop, Busy, DecodeRequest, PrefillDone, PrefillRequest
 from schemas.ids import Epoch, WorkerId, new_room
 from schemas.message import encode
+from schemas.peer import LeaseRequest, Verdict
 from schemas.worker import Role, RuntimeConfig
 
 MODEL = "m.1"
@@ -33,6 +34,7 @@ class ScriptedWorker:
         self.reply: Reply = "accept"
         self.legs: list[PrefillRequest | DecodeRequest] = []
         self.aborts: list[Abort] = []
+        self.renewals: list[LeaseRequest] = []
         self.has_news = asyncio.Event()
         self._bus = bus
 
@@ -55,6 +57,11 @@ class ScriptedWorker:
         self.aborts.append(abort)
         self.has_news.set()
 
+    async def on_lease(self, request: LeaseRequest, call: Call) -> Verdict:
+        self.renewals.append(request)
+        self.has_news.set()
+        return Verdict(is_good=True)
+
     async def wait_for(self, claim: Callable[["ScriptedWorker"], object], timeout_s: float = 5.0) -> None:
         """Return once the claim is true of this worker."""
         async with asyncio.timeout(timeout_s):
@@ -75,7 +82,7 @@ class ScriptedWorker:
         assert isinstance(leg, DecodeRequest)
         return leg
 
-    async def done(self, leg: PrefillRequest) -> KvTicket:
+    async def done(self, leg: PrefillRequest, *, lease_s: float = 10.0) -> KvTicket:
         """Publish a prefill leg's ticket."""
         ticket = KvTicket(
             attempt_id=leg.request.attempt_id,
@@ -84,7 +91,7 @@ class ScriptedWorker:
             block_ids=(1, 2),
             num_tokens=len(leg.request.token_ids),
             layout="l",
-            lease_s=10.0,
+            lease_s=lease_s,
             first_token_id=5,
         )
         await self.tell(leg, PrefillDone(attempt_id=leg.request.attempt_id, params=ticket))
@@ -139,7 +146,10 @@ async def scripted_worker(bus: Bus, config: RuntimeConfig) -> AsyncIterator[Scri
     worker = ScriptedWorker(bus, config)
     subjects = bus.subjects
     on_leg: Callable[..., Awaitable[AcceptedHop | Busy | None]] = worker.on_leg
-    servings = [await bus.serve(subjects.worker(worker.id, "abort"), Abort, worker.on_abort)]
+    servings = [
+        await bus.serve(subjects.worker(worker.id, "abort"), Abort, worker.on_abort),
+        await bus.serve(subjects.peer(worker.id, "lease"), LeaseRequest, worker.on_lease),
+    ]
     if config.role == "prefill":
         group = subjects.prefill(config.model, config.compat)
         servings.append(await bus.serve(subjects.worker(worker.id, "prefill"), PrefillRequest, on_leg))

@@ -240,6 +240,22 @@ async def test_a_failed_background_prefill_is_told_to_decode_which_ends_the_stre
         assert not [frame for frame in scene.owner.frames if isinstance(frame, Failed)]
 
 
+async def test_the_router_renews_a_tickets_lease_until_decode_has_it(server: NatsServer) -> None:
+    async with stage(server, "p1", "d1", "d2") as scene:
+        for name in ("d1", "d2"):
+            scene[name].reply = "silent"
+        request = scene.owner.request()
+        await scene.owner.ask(request)
+        await scene["p1"].done(await scene["p1"].prefill_leg(), lease_s=0.06)
+        await scene["p1"].wait_for(lambda me: len(me.renewals) >= 3)
+        assert {one.attempt_id for one in scene["p1"].renewals} == {request.attempt_id}
+        await scene.owner.terminal(request.attempt_id)
+        num_renewals = len(scene["p1"].renewals)
+        await until_taken(scene.owner)
+        await scene["p1"].wait_for(lambda me: me.aborts)
+        assert len(scene["p1"].renewals) <= num_renewals + 1  # one may have been under way
+
+
 async def test_a_decode_that_refuses_frees_prefill_at_once(server: NatsServer) -> None:
     async with stage(server, "p1", "d1") as scene:
         scene["d1"].reply = RequestError("too long for decode")
