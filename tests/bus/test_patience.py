@@ -57,7 +57,7 @@ def test_silence_is_asked_about_less_and_less_until_something_comes(jitter: floa
         quiet.reassured(0.0)
     assert quiet.ask_at == min(2.0 * 2**num, 30.0)
     quiet.suspect(0.0)
-    assert 0.4 <= quiet.ask_at < 0.8
+    assert 0.4 <= quiet.ask_at <= 0.8
     quiet.heard(1.0, is_backlog=True)
     assert quiet.is_suspect
     quiet.heard(1.0, is_backlog=False)
