@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from schemas.errors import AbortedError, DeadlineError, EngineError, KvTransferError, KvTransferFailedError
+from schemas.errors import AbortedError, EngineError, KvTransferError, KvTransferFailedError
 from services.kv.layout import KvRegion
 from services.kv.transfer import BlockIds, Direction, KvTransfer, TransferHandle
 
@@ -135,7 +135,8 @@ class Mover:
     def move(self, direction: Direction, peer: str, local: BlockIds, remote: BlockIds, *, deadline: float) -> Move:
         """Start moving blocks as KvTransfer.post says; `deadline` is of time.monotonic().
 
-        The result fails with KvTransferFailedError, or DeadlineError once the deadline has passed.
+        The result fails with KvTransferFailedError, also once the deadline has passed: it is the transfer's, and
+        another way to the KV may still be in time. The request's own deadlines are watched elsewhere.
         """
         loop = self._running_loop()
         move = Move(loop, self._give_up)
@@ -261,7 +262,7 @@ class Mover:
         if is_done:
             self._end_piece(job)
         elif not job.has_result and time.monotonic() >= job.deadline:
-            self._fail(job, DeadlineError("the KV transfer took too long", phase="transfer"))
+            self._fail(job, _too_long())
         elif job.settle_at is not None and time.monotonic() >= job.settle_at:
             self._settle(job)
         return is_done
@@ -272,7 +273,7 @@ class Mover:
             self._settle(job)
         elif job.next_block < len(job.local):
             if time.monotonic() >= job.deadline:
-                self._fail(job, DeadlineError("the KV transfer took too long", phase="transfer"))
+                self._fail(job, _too_long())
                 self._settle(job)
             else:
                 self._post_next(job)
@@ -309,6 +310,10 @@ class Mover:
 
 
 _STOP = object()
+
+
+def _too_long() -> KvTransferFailedError:
+    return KvTransferFailedError("the KV transfer took too long", phase="transfer")
 
 
 def _resolve(future: "asyncio.Future[T]", value: T | Exception) -> None:
