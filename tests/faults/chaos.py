@@ -24,8 +24,8 @@ from tests.faults.load import Load, steady_load
 from tests.faults.stack import Stack, run_stack
 
 EVERYBODY = ("g0", "g1", "r0", "r1", "p1", "p2", "d1", "d2")
-NUM_CLIENTS = 6
-PAUSE_S = (0.5, 2.5)
+NUM_CLIENTS = 10
+PAUSE_S = (0.3, 2.0)
 DOWN_S = (0.0, 1.5)
 FROZEN_S = (0.3, 4.0)
 TUNING = {"decode_ms_per_step": 4, "num_blocks": 512}

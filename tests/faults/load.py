@@ -40,7 +40,10 @@ class Load:
         """Ask one request after the other."""
         rng, stack = self._rng, self._stack
         while not self.is_over:
-            prompt, max_tokens = stack.prompt(rng.choice((1, 15, 16, 17, 50, 200))), rng.choice((2, 20, 60, 150))
+            prompt, max_tokens = (
+                stack.prompt(rng.choice((1, 15, 16, 17, 50, 200))),
+                rng.choice((1, 2, 20, 60, 150, 300)),
+            )
             while True:
                 answer = stack.ask(
                     prompt, max_tokens, via=via, gateway=stack.some_gateway(rng), seed=rng.getrandbits(30)

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import random
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -220,6 +221,21 @@ class Stack:
         """Return a gateway that the fleet knows as ready, or any."""
         ready = sorted(id for id, record in self.fleet.gateways.items() if record.state == "ready")
         return rng.choice(ready or sorted(self.fleet.gateways) or ["g0"])
+
+    async def command(self, *words: str) -> str:
+        """Run `busway` with these words against this stack; return what it prints."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "deploy.cli",
+            *words,
+            env={**os.environ, "BUSWAY_NATS_URL": self.server.internal_url},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        return out.decode()
 
     def url(self, gateway: str) -> str:
         """Return a gateway's address, the last one known."""

@@ -47,7 +47,7 @@ async def test_a_worker_changes_its_role_under_load_and_keeps_its_weights(stack:
         await stack.until_served_by("p1", stage="decoding")
         await load.more(12)
         for name, role in (("p1", "prefill"), ("d2", "decode")):
-            await change_role(stack.bus, WorkerId(name), role, grace_s=None)
+            assert await stack.command("role", name, role) == f"{name} serves as {role}\n"
     load.check_all_whole()
     assert (stack["d2"].pid, stack.fleet.workers[WorkerId("d2")].epoch) == (pid, epoch)
     await stack.until_served_by("d2", stage="decoding")
