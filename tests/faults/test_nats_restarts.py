@@ -44,6 +44,8 @@ async def test_nats_killed_while_requests_are_in_every_phase(stack: Stack) -> No
 
 @pytest.mark.slow
 async def test_nats_away_for_three_times_a_records_life(stack: Stack) -> None:
+    if stack.handoff == "rendezvous":
+        pytest.skip("no request is under way: one handoff is enough")
     await stack.have(*PAIR)
     pids = {name: stack[name].pid for name in PAIR}
     await stack.server.stop()
