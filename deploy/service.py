@@ -134,7 +134,7 @@ async def _router(settings: Settings, life: Lifetime) -> None:
     from services.router.service import run_router
 
     async with _bus(settings, settings.router.id) as bus:
-        await run_router(bus, settings.router, stop=life.stop, ready=life.ready)
+        await run_router(bus, settings.router, stop=life.stop, ready=lambda router: life.ready(router.id))
 
 
 async def _worker(settings: Settings, life: Lifetime) -> None:

@@ -46,6 +46,11 @@ class KvDesk:
         self._prompts: OrderedDict[tuple[AttemptId, int], BlockHashes] = OrderedDict()
         self._under_way: OrderedDict[AttemptId, _UnderWay] = OrderedDict()
 
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that some worker has told of."""
+        return sum(routing.index.num_blocks for routing in self._routings.values())
+
     def joined(self, config: RuntimeConfig) -> None:
         """A worker is there, or changed."""
         self._configs[config.worker_id] = config

@@ -25,9 +25,11 @@ from services.router.router import PrefillRouter
 GIVE_UP_S = 2.0
 
 
-async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+async def run_router(
+    bus: Bus, config: RouterConfig, *, stop: asyncio.Event, ready: Callable[[PrefillRouter], None]
+) -> None:
     """Serve until `stop` is set, then take nothing new and return once everything held has been handed over (at most
-    `config.drain_s`). `ready` gets the router's id. Raises TakenOverError when another process took that id."""
+    `config.drain_s`). `ready` gets the serving router. Raises TakenOverError when another process took its id."""
     record = _record(config)
     async with watch(bus) as fleet:
         router = PrefillRouter(bus, config, fleet, record)
@@ -51,7 +53,7 @@ async def run_router(bus: Bus, config: RouterConfig, *, stop: asyncio.Event, rea
             scope.spawn(fleet_watch.run(), "fleet watch")
             if sync is not None:
                 scope.spawn(sync.run(), "KV sync")
-            ready(record.id)
+            ready(router)
             await stop.wait()
             await registration.update(msgspec.structs.replace(record, state="draining"))
             await fleet_watch.stop_taking()

@@ -24,6 +24,7 @@ from schemas.worker import Record, RuntimeConfig
 from services.config import HandoffMode, PolicyName, RouterConfig, WorkerConfig
 from services.engines.protocol import Engine, EngineLoad
 from services.engines.registry import make_engine
+from services.router.router import PrefillRouter
 from services.router.service import run_router
 from services.worker.service import run_worker
 
@@ -98,6 +99,7 @@ class Stack:
         self.members: dict[str, Member] = {}
         self.buses: list[Bus] = [bus]
         self.router_stops: dict[str, asyncio.Event] = {}
+        self.routers: dict[str, PrefillRouter] = {}
 
     def __getitem__(self, name: str) -> Member:
         return self.members[name]
@@ -285,7 +287,8 @@ def connect(server: NatsServer, name: str, namespace: str) -> contextlib.Abstrac
 async def _router(here: Stack, config: RouterConfig) -> None:
     async with connect(here.server, config.id, here.namespace) as bus:
         here.buses.append(bus)
-        await run_router(bus, config, stop=here.router_stops[config.id], ready=lambda router: None)
+        stop = here.router_stops[config.id]
+        await run_router(bus, config, stop=stop, ready=lambda router: here.routers.update({config.id: router}))
 
 
 async def _worker(

@@ -155,7 +155,7 @@ async def scene(bus_factory: BusFactory, *names: str, ttl_s: float = 0.001) -> A
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         config = RouterConfig(policy="kv", drain_s=0.0, kv_routed_ttl_s=ttl_s)
         tasks.create_task(run_router(bus, config, stop=stop, ready=ready.set_result))
-        here.routers.append(await ready)
+        here.routers.append((await ready).id)
         await fleet.wait_for(lambda seen: len(seen.workers) == len(names) + 1, 15.0)
         try:
             if names:

@@ -25,6 +25,7 @@ from schemas.ids import AttemptId, RequestId, new_attempt_id
 from schemas.message import encode
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
 from services.config import PolicyName, RouterConfig
+from services.router.router import PrefillRouter
 from services.router.service import run_router
 from tests.router.scripted import MODEL, ScriptedWorker, a_record, scripted_worker
 
@@ -120,15 +121,15 @@ async def stage(
         fleet = await stack.enter_async_context(watch(owner_bus))
         owner = Owner(owner_bus, fleet)
         await owner_bus.listen(f"{owner_bus.inbox}.tok.>", owner.on_frames)
-        ids: asyncio.Queue[str] = asyncio.Queue()
+        routers: asyncio.Queue[PrefillRouter] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             for number, bus in enumerate(router_buses):
                 config = RouterConfig(
                     id=f"r{number}", policy=policy, is_strict=is_strict, ack_timeout_s=0.3, drain_s=1.0
                 )
-                tasks.create_task(run_router(bus, config, stop=stop, ready=ids.put_nowait))
+                tasks.create_task(run_router(bus, config, stop=stop, ready=routers.put_nowait))
             for _ in router_buses:
-                await ids.get()
+                await routers.get()
             started: dict[str, ScriptedWorker] = {}
             async with contextlib.AsyncExitStack() as joined:
                 for name in workers:

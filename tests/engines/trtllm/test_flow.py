@@ -69,7 +69,8 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing_behind(nats_serv
 
             await here.generate(prompt(12 + number), on_frame=leaves, stop=StopConditions(max_tokens=200))
         await here.all_free()
-        assert [llm.executor.num_used_blocks() for llm in fabric.llms] == [0, 0]
+        # The executor lets an aborted request go in its next iteration, after the worker has let it go.
+        await here.until(lambda: not any(llm.executor.num_used_blocks() for llm in fabric.llms))
         assert [llm.executor.aborts_in_transfer for llm in fabric.llms] == [[], []]
 
 
