@@ -62,7 +62,7 @@ async def test_rendezvous_and_aggregated_workers_are_routed_by_prefix_too(nats_s
         assert cached > 0
     async with stack(nats_server, "b0", "b1", policy="kv", engine_args=ARGS) as here:
         for number in range(4):
-            prompt, known = [number + 5] * 80, num_known(here)
+            prompt, known = [number + 5] * 800, num_known(here)  # worth more than a tie
             first = (await here.generate(prompt, max_tokens=3)).decoded_by
             await here.until(lambda known=known: num_known(here) > known)
             assert (await here.generate(prompt, max_tokens=3)).decoded_by == first
