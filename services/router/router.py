@@ -53,11 +53,12 @@ class PrefillRouter:
         self._bus = bus
         self._config = config
         self.kv = _kv_desk(config)
+        self.book = LoadBook(record.epoch)
         self._dispatcher = Dispatcher(
             bus.subjects,
             workers,
             Picker(config.policy),
-            LoadBook(record.epoch),
+            self.book,
             router=record.id,
             epoch=record.epoch,
             is_strict=config.is_strict,
@@ -140,13 +141,13 @@ class PrefillRouter:
     def on_load(self, subject: str, payload: bytes) -> None:
         """Take a worker's load report."""
         report = decode(payload, LoadReport)
-        self._dispatcher.book.report(report, time.monotonic())
+        self.book.report(report, time.monotonic())
         if self.kv is not None:
             self.kv.on_report(report)
 
     def worker_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """A worker is gone, or begins anew: nothing that was on it is any more."""
-        self._dispatcher.book.forget(worker)
+        self.book.forget(worker)
         self._dispatcher.picker.forget(worker)
         self._bus.spawn(self._judge(WorkerLeft(worker, epoch)), f"judge {worker}")
 

@@ -1,12 +1,14 @@
 """Policy kv with real workers: shared prefixes are computed once, and a router that comes later knows of them."""
 
 import random
+import time
 
 from bus.server import NatsServer
+from schemas.ids import WorkerId
 from services.config import PolicyName
 from tests.flow.stack import Stack, stack
 
-NUM_PREFIXES, PREFIX_TOKENS, NUM_ROUNDS = 6, 160, 5
+NUM_PREFIXES, PREFIX_TOKENS, NUM_ROUNDS = 6, 320, 5
 ARGS = {"num_blocks": "512", "prefill_ms_per_token": "0.02"}
 
 
@@ -42,6 +44,12 @@ def num_known(here: Stack) -> int:
     return desk.num_blocks
 
 
+def is_at_rest(here: Stack, worker: str) -> bool:
+    """Whether the router knows that nothing is being computed there."""
+    load = here.routers["r0"].book.load(WorkerId(worker), time.monotonic())
+    return load.pass_tokens + load.queued_tokens == 0
+
+
 async def same_tokens(here: Stack, prompt: list[int]) -> list[int]:
     return (await here.generate(prompt, max_tokens=6)).ids
 
@@ -64,5 +72,5 @@ async def test_rendezvous_and_aggregated_workers_are_routed_by_prefix_too(nats_s
         for number in range(4):
             prompt, known = [number + 5] * 800, num_known(here)  # worth more than a tie
             first = (await here.generate(prompt, max_tokens=3)).decoded_by
-            await here.until(lambda known=known: num_known(here) > known)
+            await here.until(lambda known=known, first=first: num_known(here) > known and is_at_rest(here, first))
             assert (await here.generate(prompt, max_tokens=3)).decoded_by == first
