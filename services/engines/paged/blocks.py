@@ -79,6 +79,12 @@ class BlockManager:
             self._names[block_id] = name
             self.log.stored(parent, name)
 
+    def forget(self, block_ids: Seq[int]) -> None:
+        """Let referenced blocks be nobody's prefix hit any more."""
+        for block_id in block_ids:
+            if self._cache.forget(block_id):
+                self.log.removed(self._names.pop(block_id))
+
     def release(self, block_ids: Seq[int]) -> None:
         """Give up one reference to each; a sequence's tail becomes evictable before its head."""
         for block_id in reversed(block_ids):

@@ -1,12 +1,16 @@
-"""What a step's results do to its sequences: KV becomes known, tokens are delivered, completions end."""
+"""What a step's results do to its sequences: KV becomes known, tokens are delivered, completions end.
+
+A sequence after which no token can be drawn fails alone, and its KV becomes nobody's prefix hit.
+"""
 
 from collections.abc import Sequence as Seq
 
+from schemas.errors import EngineError, Phase
 from schemas.frames import TokenLogprobs, Tokens
 from services.engines.paged.desk import ChunkComputed, PromptComputed
 from services.engines.paged.ledger import Ledger
 from services.engines.paged.planner import StepPlan
-from services.engines.paged.runner import Sampled
+from services.engines.paged.runner import Draw, Sampled, Unsampled
 from services.engines.paged.sequence import Sequence, SequenceState
 
 
@@ -17,15 +21,25 @@ class Completion:
         self._ledger = ledger
         self._block_size = ledger.limits.block_size
 
-    def apply(self, plan: StepPlan, sampled: Seq[Sampled | None], now: float) -> None:
+    def apply(self, plan: StepPlan, sampled: Seq[Draw | None], now: float) -> None:
         """Take the results of a step; sequences that ended since it was planned are passed over."""
         self._ledger.totals.num_steps += 1
         for piece, sequence, drawn in zip(plan.slices, plan.sequences, sampled, strict=True):
-            if sequence.state is SequenceState.DECODING or sequence.state is SequenceState.PREFILLING:
-                self._computed(sequence, piece.start + len(piece.token_ids))
-                if drawn is not None:
-                    self._ledger.totals.num_generated += 1
-                    self._drawn(sequence, drawn, now)
+            if sequence.state is not SequenceState.DECODING and sequence.state is not SequenceState.PREFILLING:
+                continue
+            if isinstance(drawn, Unsampled):
+                self._spoil(sequence, drawn.reason)
+                continue
+            self._computed(sequence, piece.start + len(piece.token_ids))
+            if drawn is not None:
+                self._ledger.totals.num_generated += 1
+                self._drawn(sequence, drawn, now)
+
+    def _spoil(self, sequence: Sequence, reason: str) -> None:
+        """Fail a sequence whose KV can't be trusted."""
+        self._ledger.blocks.forget(sequence.table.blocks)
+        phase: Phase = "decode" if sequence.watch.first_token else "prefill"
+        self._ledger.fail(sequence, EngineError(reason, phase=phase))
 
     def first_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Begin a sequence whose KV has come: all of its prompt is computed and its first token known."""

@@ -40,6 +40,14 @@ class PrefixCache:
         self._hash_by_block[block_id] = block_hash
         return True
 
+    def forget(self, block_id: int) -> bool:
+        """Take a referenced block's name from it; return whether it had one."""
+        block_hash = self._hash_by_block.pop(block_id, None)
+        if block_hash is None:
+            return False
+        del self._block_by_hash[block_hash]
+        return True
+
     def rest(self, block_id: int) -> None:
         """Note that a published block lost its last reference: it is the most recent idle one now."""
         self._idle[block_id] = None

@@ -65,6 +65,15 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
 
 
+class Unsampled(msgspec.Struct, frozen=True, kw_only=True):
+    """No token could be drawn after this slice: its sequence fails, alone, for this `reason`."""
+
+    reason: str
+
+
+Draw = Sampled | Unsampled
+
+
 class ModelRunner(Protocol):
     """A model over a paged KV pool."""
 
@@ -76,8 +85,9 @@ class ModelRunner(Protocol):
         """Return the pool's memory, for registration with a transfer."""
         ...
 
-    def execute(self, slices: list[Slice]) -> list[Sampled | None]:
-        """Run one step; the result has one entry a slice, None where it has no sample."""
+    def execute(self, slices: list[Slice]) -> list[Draw | None]:
+        """Run one step; the result has one entry a slice, None where it has no sample. What a runner raises is the end
+        of its engine."""
         ...
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from services.engines.paged.desk import DeskLoad, Notice
 from services.engines.paged.ledger import Ledger
 from services.engines.paged.limits import Limits
 from services.engines.paged.planner import Planner, StepPlan
-from services.engines.paged.runner import Sampled
+from services.engines.paged.runner import Draw
 from services.engines.paged.sequence import Purpose, Sequence, SequenceState
 
 
@@ -112,7 +112,7 @@ class Scheduler:
             self._drop_overdue(now)
         return self._planner.plan(now)
 
-    def apply(self, plan: StepPlan, sampled: Seq[Sampled | None], now: float) -> None:
+    def apply(self, plan: StepPlan, sampled: Seq[Draw | None], now: float) -> None:
         """Take the results of a planned step, one for each slice. Plans are applied in the order they were made."""
         self._completion.apply(plan, sampled, now)
 

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from schemas.frames import TokenLogprobs
 from schemas.model_card import ModelCard
-from services.engines.paged.runner import AllocateHost, RunnerSpec, Sampled, SampleSpec, Slice
+from services.engines.paged.runner import AllocateHost, Draw, RunnerSpec, Sampled, SampleSpec, Slice
 from services.engines.pause import PausePoints
 from services.engines.sim.args import parse_args
 from services.engines.sim.arithmetic import MASK, mix, next_state, next_states
@@ -76,12 +76,12 @@ class SimRunner:
         """Return the pool's memory."""
         return self._pool.region()
 
-    def execute(self, slices: list[Slice]) -> list[Sampled | None]:
+    def execute(self, slices: list[Slice]) -> list[Draw | None]:
         """Run one step in no less than its set latency."""
         started = time.perf_counter()
         if self.pauses.is_armed:
             self._pause(slices)
-        sampled = [self._compute(piece) for piece in slices]
+        sampled: list[Draw | None] = [self._compute(piece) for piece in slices]
         latency_s = self._latency_s(slices)
         if latency_s:
             time.sleep(max(0.0, started + latency_s - time.perf_counter()))

@@ -74,7 +74,7 @@ class Model:
             queries, keys = rotary.split([arch.num_heads, arch.num_kv_heads], dim=1)
             rotary = torch.cat([self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)], dim=1)
         queries, keys = _rotated(rotary, *cos_sin).split([arch.num_heads, arch.num_kv_heads], dim=1)
-        _write(pool.token_rows[index], plan.key_rows, keys, values)
+        _write(pool.token_rows[index], plan, keys, values)
         grouped = (queries * arch.head_dim**-0.5).view(x.shape[0], arch.num_kv_heads, -1, arch.head_dim)
         found = self._paged_attention.attend(grouped, pool.block_rows[index], plan.reads[layer.window])
         return layer.out(found.view(x.shape[0], -1))
@@ -98,11 +98,13 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return out
 
 
-def _write(token_rows: torch.Tensor, key_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _write(token_rows: torch.Tensor, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Put this step's keys and values [num_tokens, kv_heads, head_dim] into one layer of the pool."""
     half, head_dim = token_rows.shape[0] // 2, token_rows.shape[1]
-    token_rows[:half].index_copy_(0, key_rows, keys.reshape(-1, head_dim))
-    token_rows[half:].index_copy_(0, key_rows, values.reshape(-1, head_dim))
+    token_rows[:half].index_copy_(0, plan.key_rows, keys.reshape(-1, head_dim))
+    token_rows[half:].index_copy_(0, plan.key_rows, values.reshape(-1, head_dim))
+    if len(plan.tail_rows):
+        token_rows[half:].index_fill_(0, plan.tail_rows, 0.0)
 
 
 def _load_layer(arch: Architecture, weights: Weights, index: int) -> Layer:

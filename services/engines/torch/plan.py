@@ -56,12 +56,15 @@ class Reads(NamedTuple):
 
 class StepPlan(NamedTuple):
     """`order[i]` is the place in the caller's list of the plan's i-th slice. `key_rows` [num_tokens * kv_heads] are
-    token rows of the pool (values lie one half of it further on). `sample_rows`: tokens whose logits are wanted."""
+    token rows of the pool (values lie one half of it further on). `tail_rows` [n]: value rows, in their half, behind
+    the tokens that are the first in their block: attention weighs them by 0, so they must be finite, and a block that
+    was a broken sequence's needn't be. `sample_rows`: tokens whose logits are wanted."""
 
     order: list[int]
     token_ids: torch.Tensor
     positions: torch.Tensor
     key_rows: torch.Tensor
+    tail_rows: torch.Tensor
     reads: dict[int | None, Reads]
     sample_rows: torch.Tensor
 
@@ -83,6 +86,7 @@ def plan_step(
         token_ids=planner.token_ids(),
         positions=planner.positions.to(device),
         key_rows=planner.key_rows(),
+        tail_rows=planner.tail_rows(),
         reads={window: planner.reads(window) for window in windows},
         sample_rows=planner.sample_rows(),
     )
@@ -121,6 +125,16 @@ class _Planner:
         heads = torch.arange(self.num_kv_heads)
         rows = (blocks[:, None] * self.num_kv_heads + heads) * self.block_size
         return (rows + (self.positions % self.block_size)[:, None]).flatten().to(self.device)
+
+    def tail_rows(self) -> torch.Tensor:
+        heads = torch.arange(self.num_kv_heads)[:, None]
+        rows = [torch.empty(0, dtype=torch.int64)]
+        for piece in self.slices:
+            last, offset = divmod(_end(piece), self.block_size)
+            if offset and piece.start <= last * self.block_size:
+                block_rows = (piece.block_table[last] * self.num_kv_heads + heads) * self.block_size
+                rows.append((block_rows + torch.arange(offset, self.block_size)).flatten())
+        return torch.cat(rows).to(self.device)
 
     def _blocks_of_tokens(self, index: int) -> torch.Tensor:
         first = self.slices[index].start // self.block_size

@@ -9,7 +9,7 @@ from schemas.errors import RequestError
 from schemas.ids import AttemptId
 from schemas.request import Sampling
 from services.engines.model_files import load_card
-from services.engines.paged.runner import AllocateHost, RunnerSpec, Sampled, SampleSpec, Slice
+from services.engines.paged.runner import AllocateHost, Draw, RunnerSpec, SampleSpec, Slice
 from services.engines.torch.architecture import Architecture, read_architecture
 from services.engines.torch.args import EngineArgs, parse_engine_args
 from services.engines.torch.linear import can_pack
@@ -77,8 +77,8 @@ class TorchRunner:
         """Return the pool's memory; call after `load`."""
         return self._loaded()[1].region()
 
-    def execute(self, slices: list[Slice]) -> list[Sampled | None]:
-        """Run one step; see ModelRunner. Raises EngineError when the logits aren't finite."""
+    def execute(self, slices: list[Slice]) -> list[Draw | None]:
+        """Run one step; see ModelRunner."""
         model, pool = self._loaded()
         with torch.inference_mode():
             plan = plan_step(
@@ -91,7 +91,7 @@ class TorchRunner:
             )
             wanted = [(place, spec) for place in plan.order if (spec := slices[place].sample) is not None]
             sampled = sample(model.forward(plan, pool), [spec for _, spec in wanted])
-        results: list[Sampled | None] = [None] * len(slices)
+        results: list[Draw | None] = [None] * len(slices)
         for (place, _), token in zip(wanted, sampled, strict=True):
             results[place] = token
         return results

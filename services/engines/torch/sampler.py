@@ -9,32 +9,43 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.errors import EngineError
 from schemas.frames import TokenLogprobs
 from schemas.request import Sampling
-from services.engines.paged.runner import Sampled, SampleSpec
+from services.engines.paged.runner import Draw, Sampled, SampleSpec, Unsampled
 from services.engines.torch.noise import gumbel, noise_key
 
 NUM_CANDIDATES = 256
 MANY_CANDIDATES = 4096
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
+NOT_FINITE = Unsampled(reason="the model's logits for this request are not finite: no token can be drawn")
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Draw]:
     """Return one token a row of float32 `logits` [len(specs), vocab_size], which are changed.
 
-    Raises EngineError when a row has no finite maximum (weights or KV are broken).
+    A row without a finite maximum (broken weights or KV, everything banned) has none, and changes nothing for others.
     """
     raw = _RawLogprobs(logits, specs)
     _penalize(logits, specs)
     best, token_ids = logits.max(dim=-1)
-    if not torch.isfinite(best).all():
-        raise EngineError("the model's logits are not finite")
+    broken = _not_finite(best)
+    if broken:
+        logits[torch.tensor(sorted(broken), device=logits.device)] = 0.0
     drawn = [i for i, spec in enumerate(specs) if spec.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         token_ids[rows] = _draw(logits[rows], [specs[i] for i in drawn])
     ids = token_ids.tolist()
-    return [Sampled(token_id=token_id, logprobs=raw.of(i, token_id)) for i, token_id in enumerate(ids)]
+    return [
+        NOT_FINITE if i in broken else Sampled(token_id=token_id, logprobs=raw.of(i, token_id))
+        for i, token_id in enumerate(ids)
+    ]
+
+
+def _not_finite(best: torch.Tensor) -> set[int]:
+    is_finite = torch.isfinite(best)
+    return set() if is_finite.all() else set((~is_finite).nonzero()[:, 0].tolist())
 
 
 class _RawLogprobs:

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import EngineError
 from schemas.request import Sampling
 from services.engines.paged.runner import SampleSpec
 from services.engines.torch.noise import gumbel, noise_key
-from services.engines.torch.sampler import NUM_CANDIDATES, sample
+from services.engines.torch.sampler import NOT_FINITE, NUM_CANDIDATES, sample
 
 VOCAB_SIZE = 2000
 
@@ -202,8 +201,16 @@ def test_a_vocabulary_smaller_than_the_candidate_set_works() -> None:
     assert [drawn.token_id for drawn in sample(logits.clone(), specs)] == expected
 
 
-def test_broken_logits_are_an_error_not_a_token() -> None:
-    logits = some_logits(2, 7)
-    logits[1, 5] = float("nan")
-    with pytest.raises(EngineError, match="not finite"):
-        sample(logits, [a_spec(), a_spec()])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_are_no_token_and_change_nobody_elses(value: str, temperature: float) -> None:
+    logits, spec = some_logits(3, 7), a_spec(temperature=temperature, top_p=0.9, num_logprobs=2)
+    first, _, third = sample(logits.clone(), [spec] * 3)
+    logits[1, 5] = float(value)
+    assert sample(logits, [spec] * 3) == [first, NOT_FINITE, third]
+    assert "not finite" in NOT_FINITE.reason
+
+
+def test_a_row_with_everything_banned_has_no_token() -> None:
+    logits = some_logits(1, 8, vocab_size=4)
+    assert sample(logits, [a_spec(banned=(0, 1, 2, 3))]) == [NOT_FINITE]
