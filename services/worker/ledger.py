@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from bus.deadlines import Due, Stage, next_due
+from schemas.handoff import BootstrapInfo
 from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
 from schemas.ids import AttemptId
 from schemas.request import Deadlines
@@ -22,9 +23,11 @@ Verdict = Literal["new", "duplicate", "elsewhere", "aborted", "full"]
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """An attempt held. `result_subject` is "" for a decode leg; `next_seq` counts the tokens sent, resumed ones too."""
+    """An attempt held. `result_subject` is "" for a decode leg, `bootstrap` the rendezvous that a prefill leg keeps;
+    `next_seq` counts the tokens sent, resumed ones too."""
 
     attempt_id: AttemptId
+    bootstrap: BootstrapInfo | None
     stream_subject: str
     result_subject: str
     owner: str
@@ -89,6 +92,7 @@ class Ledger:
         is_computing = isinstance(leg, PrefillRequest) or leg.params is None
         entry = Entry(
             attempt_id=request.attempt_id,
+            bootstrap=leg.bootstrap if isinstance(leg, PrefillRequest) else None,
             stream_subject=request.stream.subject,
             result_subject=leg.result_subject if isinstance(leg, PrefillRequest) else "",
             owner=request.stream.owner,

@@ -165,7 +165,8 @@ class LegDesk:
         if verdict == "aborted":
             raise AbortedError("the attempt was aborted before it arrived")
         if verdict == "duplicate":
-            return self._accepted(None)
+            held = self.ledger.get(request.attempt_id)
+            return self._accepted(None if held is None else held.bootstrap)
         if verdict == "elsewhere":
             return AcceptedHop(by=self._me.worker_id, epoch=self._me.epoch, is_duplicate=True)
         if self.is_draining or verdict == "full":

@@ -337,6 +337,11 @@ async def test_a_member_of_a_queue_group_makes_the_rendezvous_and_tells_it_in_it
             rooms.add(ack.bootstrap.room)
             await here.abort(leg.request.attempt_id)
         assert len(rooms) == 2
+        leg = here.prefill_leg()
+        acks = [await here.bus.ask(group, leg, AcceptedHop) for _ in range(2)]  # delivered twice: one rendezvous
+        assert acks[0].bootstrap is not None
+        assert acks[0] == acks[1]
+        await here.abort(leg.request.attempt_id)
         chosen = BootstrapInfo(prefill_worker=here.me.worker_id, epoch=here.me.epoch, room=9)
         leg = here.prefill_leg(bootstrap=chosen)
         answer = await here.send(leg)
