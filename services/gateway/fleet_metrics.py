@@ -51,21 +51,25 @@ class FleetMetrics:
         self._reports: dict[WorkerId, LoadReport] = {}
 
     def hear(self, subject: str, payload: bytes) -> None:
-        """Take a message from the load subject; one that is no report is logged and dropped."""
+        """Take a message from the load subject. One that is no report is logged and dropped; a worker's first comes
+        soon after it has joined."""
         try:
             report = decode(payload, LoadReport)
         except RequestError as error:
             logger.warning("no load report on %s: %s", subject, error.message)
             return
         known = self._reports.get(report.worker_id)
-        if known is None or report.epoch >= known.epoch:
+        if report.worker_id in self._workers and (known is None or report.epoch >= known.epoch):
             self._reports[report.worker_id] = report
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker has left."""
+        self._reports.pop(worker, None)
 
     def collect(self) -> Iterator[Metric]:
         """Return the series of the workers that are there now, as their last report has it."""
         live = dict(self._workers)
-        self._reports = {worker: report for worker, report in self._reports.items() if worker in live}
-        rows = [((report.worker_id, live[worker].model), report) for worker, report in self._reports.items()]
+        rows = [((worker, live[worker].model), report) for worker, report in self._reports.items() if worker in live]
         yield self._bytes(rows)
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=_LABELS)

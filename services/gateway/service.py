@@ -83,7 +83,7 @@ async def _assemble(
     await bus.listen(bus.subjects.all_loads, fleet_metrics.hear)
     client = Client(bus, owner=gateway_id, on_resubmit=metrics.resumed, on_resend=metrics.resent)
     await client.start()
-    fleet.on_change(partial(_tell_who_left, client))
+    fleet.on_change(partial(_tell_who_left, client, fleet_metrics))
     models = ModelDirectory(bus, fleet, threads)
     walk = Walk(models=models, client=client, threads=threads, metrics=metrics, config=config)
     answering = Answering(walk, metrics, request_timeout_s=config.request_timeout_s)
@@ -100,9 +100,11 @@ async def _assemble(
     return _Gateway(metrics, answering, front, pacemaker, routes)
 
 
-def _tell_who_left(client: Client, kind: ChangeKind, record: Record) -> None:
+def _tell_who_left(client: Client, fleet_metrics: FleetMetrics, kind: ChangeKind, record: Record) -> None:
     if kind == "left":
         client.holder_left(record.worker_id if isinstance(record, RuntimeConfig) else record.id)
+        if isinstance(record, RuntimeConfig):
+            fleet_metrics.forget(record.worker_id)
 
 
 def _record(config: GatewayConfig) -> ServiceRecord:

@@ -115,6 +115,11 @@ class Dispatcher:
         self.explanations.note(request, decision.choice)
         return decision
 
+    def forget(self, worker: WorkerId) -> None:
+        """A worker left or began a new epoch."""
+        self.book.forget(worker, self._fleet.workers)
+        self.picker.forget(worker)
+
     def members(self, config: RuntimeConfig) -> list[WorkerId]:
         """Return everyone in the queue group that `config` belongs to."""
         return [

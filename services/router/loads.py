@@ -5,6 +5,8 @@ and nothing is late: eight prompts sent at once to four idle workers see one ano
 report stale, no more). Load is given back by the report itself; `give_back` is for legs that no worker ever held.
 """
 
+from collections.abc import Container, Set
+
 import msgspec
 
 from schemas.ids import Epoch, WorkerId
@@ -56,6 +58,11 @@ class LoadBook:
         self._last_number = 0
         self._entries: dict[WorkerId, _Entry] = {}
 
+    @property
+    def workers(self) -> Set[WorkerId]:
+        """Those of whom anything is known."""
+        return self._entries.keys()
+
     def next_number(self) -> int:
         """Return the number of the next dispatch."""
         self._last_number += 1
@@ -86,9 +93,9 @@ class LoadBook:
         counted = self._counted(entry)
         entry.uncounted = {number: one for number, one in entry.uncounted.items() if number > counted}
 
-    def forget(self, worker: WorkerId) -> None:
-        """The worker left or began a new epoch."""
-        self._entries.pop(worker, None)
+    def forget(self, worker: WorkerId, live: Container[WorkerId]) -> None:
+        """The worker left or began a new epoch; also forget what late reports and acks left of others that have."""
+        self._entries = {id: entry for id, entry in self._entries.items() if id in live and id != worker}
 
     def load(self, worker: WorkerId, now: float) -> WorkerLoad:
         """Return what that worker has to do."""

@@ -19,7 +19,6 @@ from bus.serving import Call
 from bus.subjects import is_under_inbox, slug
 from schemas.errors import RequestError, StreamBrokenError, UnavailableError
 from schemas.explanation import ExplainRequest, Explanation
-from schemas.handoff import BootstrapInfo, KvTicket
 from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult, Resend
 from schemas.ids import ATTEMPT_ID_LENGTH, AttemptId, Epoch, WorkerId
 from schemas.message import decode, encode
@@ -133,7 +132,7 @@ class PrefillRouter:
         journey = self._find(result.attempt_id)
         if journey is not None:
             journey.post(result)
-        elif isinstance(result, PrefillDone) and isinstance(result.params, KvTicket | BootstrapInfo):
+        elif isinstance(result, PrefillDone) and result.params.prefill_worker:
             abort = encode(Abort(attempt_id=result.attempt_id, reason="nobody waits for this prefill"))
             target = self._bus.subjects.worker(result.params.prefill_worker, "abort")
             self._bus.spawn(self._bus.publish(target, abort), "abort of an orphan")
@@ -147,8 +146,7 @@ class PrefillRouter:
 
     def worker_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """A worker is gone, or begins anew: nothing that was on it is any more."""
-        self.book.forget(worker)
-        self._dispatcher.picker.forget(worker)
+        self._dispatcher.forget(worker)
         self._bus.spawn(self._judge(WorkerLeft(worker, epoch)), f"judge {worker}")
 
     def owner_left(self, owner: str) -> None:

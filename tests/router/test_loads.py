@@ -71,6 +71,19 @@ def test_a_report_of_an_older_epoch_is_dropped() -> None:
     assert book.load(WORKER, 0.0).requests == 1
 
 
+def test_a_worker_that_left_is_forgotten_with_what_came_too_late_of_others() -> None:
+    book, other = LoadBook(MINE), WorkerId("w2")
+    book.report(report(running=3))
+    book.forget(WORKER, live={other})
+    book.report(report(running=3))
+    book.suspect(WORKER)
+    book.add(other, book.next_number(), 10, now=0.0)
+    book.forget(WorkerId("w3"), live={other})
+    assert book.workers == {other}
+    assert book.load(WORKER, 0.0).requests == 0
+    assert book.load(other, 0.0).queued_tokens == 10
+
+
 def test_a_silent_worker_is_suspect_until_it_reports() -> None:
     book = LoadBook(MINE)
     book.suspect(WORKER)

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from bus.connection import Bus
@@ -19,8 +20,8 @@ from schemas.errors import (
     UnavailableError,
 )
 from schemas.frames import Accepted, Decoding, Failed, Finished, Frame, Tokens, decode_frames
-from schemas.handoff import BootstrapInfo, Handoff
-from schemas.hop import Abort, AcceptedHop, PrefillEnded, PrefillFailed
+from schemas.handoff import BootstrapInfo, Handoff, TrtllmDisaggregatedParams, VllmKvTransferParams
+from schemas.hop import Abort, AcceptedHop, PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import AttemptId, RequestId, new_attempt_id
 from schemas.message import encode
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
@@ -426,6 +427,20 @@ async def test_an_orphaned_prefill_is_given_back(server: NatsServer) -> None:
             request=scene.owner.request(attempt=stranger), dispatch=leg.dispatch, result_subject=leg.result_subject
         )
         await scene["p1"].done(orphan)
+        await scene["p1"].wait_for(lambda me: stranger in [abort.attempt_id for abort in me.aborts])
+
+
+@pytest.mark.parametrize("kind", [VllmKvTransferParams, TrtllmDisaggregatedParams])
+async def test_an_orphan_of_another_engine_is_given_back_too(
+    server: NatsServer, kind: type[VllmKvTransferParams] | type[TrtllmDisaggregatedParams]
+) -> None:
+    async with stage(server, "p1", "d1") as scene:
+        await scene.owner.ask(scene.owner.request())
+        leg = await scene["p1"].prefill_leg()
+        stranger = new_attempt_id()
+        raw = {msgspec.structs.fields(kind)[0].name: msgspec.Raw(b"{}")}
+        params = kind(**raw, prefill_worker=scene["p1"].id, epoch=scene["p1"].config.epoch)
+        await scene["p1"].tell(leg, PrefillDone(attempt_id=stranger, params=params))
         await scene["p1"].wait_for(lambda me: stranger in [abort.attempt_id for abort in me.aborts])
 
 
