@@ -72,7 +72,7 @@ async def _put(bus: Bus, card: ModelCard) -> None:
     content = hashlib.sha256(packed).hexdigest()[:32]
     key = slug(card.digest)
     try:
-        bucket = await _ensure_bucket(bus.jetstream(timeout_s=5.0), bus.subjects.cards_bucket)
+        bucket = await _ensure_bucket(bus.jetstream(timeout_s=5.0), bus.subjects.cards_bucket, bus.replicas)
         if await _is_there(bucket, key):
             return
         pieces = [packed[start : start + CHUNK_BYTES] for start in range(0, len(packed), CHUNK_BYTES)]
@@ -83,9 +83,9 @@ async def _put(bus: Bus, card: ModelCard) -> None:
         raise BusUnavailableError(f"card {card.digest} not published: {error}") from error
 
 
-async def _ensure_bucket(jetstream: JetStreamContext, bucket: str) -> KeyValue:
+async def _ensure_bucket(jetstream: JetStreamContext, bucket: str, replicas: int) -> KeyValue:
     try:
-        return await jetstream.create_key_value(bucket=bucket, history=1, storage=StorageType.FILE)
+        return await jetstream.create_key_value(bucket=bucket, history=1, storage=StorageType.FILE, replicas=replicas)
     except APIError as error:
         if error.err_code != _STREAM_EXISTS_CODE:
             raise

@@ -19,11 +19,13 @@ from nats.js import JetStreamContext
 from bus.asks import Asks
 from bus.link import Link
 from bus.micro import MicroService
+from bus.one_host import is_one_host
 from bus.scope import Scope, open_scope
-from bus.serving import Answer, Call, Listener, Service, Serving
+from bus.servers import parse_servers
+from bus.serving import Answer, Call, ErrorAnswer, Listener, Service, Serving
 from bus.subjects import INBOX_ROOT, INTERNAL_INBOX_ROOT, Subjects, check_subject, slug
 from bus.subscriptions import PENDING_MESSAGES_LIMIT, Subscriptions
-from schemas.errors import AckTimeoutError, BusError, BusUnavailableError, PayloadTooLargeError
+from schemas.errors import AckTimeoutError, BusError, BusUnavailableError, BuswayError, PayloadTooLargeError
 from schemas.message import Message, encode
 
 logger = logging.getLogger(__name__)
@@ -45,10 +47,19 @@ class Bus:
     """A connection with its tasks; made by `Bus.connect`. Everything started here ends with it."""
 
     def __init__(
-        self, client: NatsClient, link: Link, scope: Scope, *, client_id: str, subjects: Subjects, is_internal: bool
+        self,
+        client: NatsClient,
+        link: Link,
+        scope: Scope,
+        *,
+        client_id: str,
+        subjects: Subjects,
+        replicas: int,
+        is_internal: bool,
     ) -> None:
         self.client_id = slug(client_id)
         self.subjects = subjects
+        self.replicas = replicas
         self.inbox = _inbox(client_id, is_internal)
         self.link = link
         self._nats = client
@@ -69,13 +80,15 @@ class Bus:
         name: str,
         client_id: str,
         namespace: str = "busway",
+        replicas: int = 1,
         is_internal: bool = True,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> AsyncIterator[Self]:
         """Connect, and leave cleanly at the end of the block (within about 6 s, whatever the server does).
 
-        `client_id` names the inbox and must be this connection's own. `is_internal=False` is for the server's
-        client user, who may not use internal inboxes. Raises BusUnavailableError when NATS doesn't let us in within
+        `url` may be several, with commas between. `client_id` names the inbox and must be this connection's own.
+        `replicas`: of buckets made here, on a cluster. `is_internal=False` is for the server's client user, who may
+        not use internal inboxes. Raises BusUnavailableError when NATS doesn't let us in within
         `timeout_s`, and out of the block when the connection is closed for good.
         """
         subjects = Subjects(namespace)
@@ -83,7 +96,15 @@ class Bus:
         client = await _connect(url, name, _inbox(client_id, is_internal), link, timeout_s)
         try:
             async with open_scope() as scope:
-                bus = cls(client, link, scope, client_id=client_id, subjects=subjects, is_internal=is_internal)
+                bus = cls(
+                    client,
+                    link,
+                    scope,
+                    client_id=client_id,
+                    subjects=subjects,
+                    replicas=replicas,
+                    is_internal=is_internal,
+                )
                 scope.spawn(_fail_when_closed(link), "bus guard")
                 await bus._start()
                 try:
@@ -102,6 +123,11 @@ class Bus:
     @property
     def is_connected(self) -> bool:
         return self.link.is_up.is_set()
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether the server is one that only processes of this machine can reach: an embedded one of its own."""
+        return is_one_host(str(self._nats._server_info.get("server_name")))
 
     @property
     def servings(self) -> Sequence[Serving]:
@@ -176,6 +202,7 @@ class Bus:
         *,
         queue: str = "",
         max_concurrent_calls: int = ...,
+        error_answer: ErrorAnswer = ...,
     ) -> Serving: ...
     @overload
     async def serve(
@@ -186,6 +213,7 @@ class Bus:
         *,
         queue: str = "",
         max_concurrent_calls: int = ...,
+        error_answer: ErrorAnswer = ...,
     ) -> Serving: ...
     async def serve(
         self,
@@ -195,14 +223,16 @@ class Bus:
         *,
         queue: str = "",
         max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
+        error_answer: ErrorAnswer = BuswayError.record,
     ) -> Serving:
         """Answer calls on a subject, each in its own task; `expected` may be a union, or bytes for raw payloads.
 
         What the handler returns is the answer (None: none, or it has used call.respond). A BuswayError becomes an
         ErrorRecord answer, any other exception is logged and becomes one too, so does a message that can't be
-        decoded. Beyond `max_concurrent_calls` callers get CapacityError at once. On return the subscription is live.
+        decoded. Beyond `max_concurrent_calls` callers get CapacityError at once. `error_answer` gives errors another
+        form than ErrorRecord. On return the subscription is live.
         """
-        service = Service(self, subject, queue, expected, handler, max_concurrent_calls)
+        service = Service(self, subject, queue, expected, handler, max_concurrent_calls, error_answer)
         await self._subscriptions.open(service)
         await self.settle()
         return service
@@ -273,11 +303,12 @@ def _inbox(client_id: str, is_internal: bool) -> str:
 
 
 async def _connect(url: str, name: str, inbox: str, link: Link, timeout_s: float) -> NatsClient:
-    client = NatsClient()
+    client, servers = NatsClient(), parse_servers(url)
     try:
         async with asyncio.timeout(timeout_s):
             await client.connect(
-                url,
+                servers.urls,
+                **servers.login._asdict(),
                 name=name,
                 inbox_prefix=inbox,
                 error_cb=link.noticed,

@@ -34,8 +34,9 @@ class Stored(NamedTuple):
 class LeaseStore:
     """One bucket. All methods raise BusUnavailableError when JetStream doesn't answer."""
 
-    def __init__(self, jetstream: JetStreamContext, bucket: str) -> None:
+    def __init__(self, jetstream: JetStreamContext, bucket: str, *, replicas: int = 1) -> None:
         self._js = jetstream
+        self._replicas = replicas
         self.bucket = bucket
         self.stream = f"KV_{bucket}"
         self.prefix = f"$KV.{bucket}."
@@ -45,7 +46,11 @@ class LeaseStore:
         restarted server should begin without them), with markers that make expiry visible to watchers."""
         try:
             await self._js.create_key_value(
-                bucket=self.bucket, history=1, storage=StorageType.MEMORY, limit_marker_ttl=MARKER_TTL_S
+                bucket=self.bucket,
+                history=1,
+                storage=StorageType.MEMORY,
+                limit_marker_ttl=MARKER_TTL_S,
+                replicas=self._replicas,
             )
         except APIError as error:
             if error.err_code != _STREAM_EXISTS_CODE:  # an operator's own bucket (replicas, …) is as good

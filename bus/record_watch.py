@@ -143,7 +143,8 @@ async def keep_watching(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event)
 async def _watch_once(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event, has_reconnected: asyncio.Event) -> None:
     await bus.link.is_up.wait()
     jetstream = bus.jetstream()
-    watch = RecordWatch(jetstream, LeaseStore(jetstream, bus.subjects.runtime_bucket), sink)
+    store = LeaseStore(jetstream, bus.subjects.runtime_bucket, replicas=bus.replicas)
+    watch = RecordWatch(jetstream, store, sink)
     try:
         await watch.start()
         has_snapshot.set()

@@ -41,7 +41,7 @@ class Registration:
         self.record = record
         self._bus = bus
         self._beat = beat
-        self._store = LeaseStore(bus.jetstream(), bus.subjects.runtime_bucket)
+        self._store = LeaseStore(bus.jetstream(), bus.subjects.runtime_bucket, replicas=bus.replicas)
         self._revision = 0
         self._writing = asyncio.Lock()
         self._renew_now = asyncio.Event()

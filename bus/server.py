@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bus.one_host import new_server_name
 from bus.subjects import INBOX_ROOT, INTERNAL_INBOX_ROOT, Subjects
 from schemas.errors import BusUnavailableError
 
@@ -184,6 +185,7 @@ class NatsServer:
         store = self._store_dir or self._files / "jetstream"
         options = {
             "host": "127.0.0.1",
+            "server_name": new_server_name(),
             "port": self.port or -1,
             "ports_file_dir": str(self._files),
             "log_file": str(self._files / "nats.log"),

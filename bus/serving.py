@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 Answer = Message | ErrorRecord | bytes
 Handler = Callable[[M, "Call"], Awaitable[Answer | None]]
+ErrorAnswer = Callable[[BuswayError], Answer]
 
 
 class Sender(Protocol):
@@ -106,12 +107,14 @@ class Service(Serving, Generic[M]):
         expected: type[M],
         handler: Handler[M],
         max_concurrent_calls: int,
+        error_answer: ErrorAnswer = BuswayError.record,
     ) -> None:
         super().__init__(subject, queue)
         self._sender = sender
         self._expected = expected
         self._handler = handler
         self._max_concurrent_calls = max_concurrent_calls
+        self._error_answer = error_answer
 
     async def on_message(self, msg: Msg) -> None:
         if msg.reply and not is_inbox(msg.reply):
@@ -124,7 +127,7 @@ class Service(Serving, Generic[M]):
             coro = self._run(call, msg.data)
         else:
             error = CapacityError(f"{self._max_concurrent_calls} calls in progress", retry_after_s=1.0)
-            coro = self._respond(call, error.record())
+            coro = self._respond(call, self._count(error))
         task = self._sender.spawn(coro, f"call {self.subject}")
         self.running.add(task)
         task.add_done_callback(self.running.discard)
@@ -154,9 +157,9 @@ class Service(Serving, Generic[M]):
             logger.exception("handler of %s let a CancelledError out", self.subject)
             return self._count(BuswayError("internal error"))
 
-    def _count(self, error: BuswayError) -> ErrorRecord:
+    def _count(self, error: BuswayError) -> Answer:
         self.num_errors += 1
-        return error.record()
+        return self._error_answer(error)
 
     def _decode(self, payload: bytes) -> M:
         if self._expected is bytes:

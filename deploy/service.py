@@ -7,9 +7,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -107,19 +105,8 @@ async def _bus(settings: Settings, id: str) -> AsyncIterator["Bus"]:
     from bus.connection import Bus
 
     nats = settings.nats
-    async with Bus.connect(nats.url, name=id, client_id=id, namespace=nats.namespace) as bus:
+    async with Bus.connect(nats.url, name=id, client_id=id, namespace=nats.namespace, replicas=nats.replicas) as bus:
         yield bus
-
-
-def _is_loopback(url: str) -> bool:
-    """Say whether NATS listens on the loopback device only, so that all workers are on this machine."""
-    host = urlsplit(url).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def _gateway(settings: Settings, life: Lifetime) -> None:
@@ -145,8 +132,8 @@ async def _worker(settings: Settings, life: Lifetime) -> None:
     from services.engines.registry import make_engine
     from services.worker.service import run_worker
 
-    engine = make_engine(settings.worker, is_one_host=_is_loopback(settings.nats.url))
     async with _bus(settings, settings.worker.id) as bus:
+        engine = make_engine(settings.worker, is_one_host=bus.is_one_host)
         await run_worker(
             bus,
             settings.worker,

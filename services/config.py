@@ -1,9 +1,10 @@
 """The settings of each service: frozen structs, unknown keys refused. Read from TOML, environment and flags by
 deploy.settings; nothing else reads the environment."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 PolicyName = Literal["round_robin", "least_loaded", "kv", "queue"]
 RoleName = Literal["prefill", "decode", "both"]
@@ -13,10 +14,12 @@ TransferName = Literal["nixl", "shm"]
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to reach NATS. `url` may carry credentials (nats://user:password@host:port)."""
+    """How to reach NATS. `url` may carry credentials (nats://user:password@host:port), and may be several, with commas
+    between. `replicas`: of the buckets that services make, on a cluster of so many servers or more."""
 
     url: str = ""
     namespace: str = "busway"
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

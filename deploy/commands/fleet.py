@@ -103,7 +103,9 @@ def on_bus(
 
     async def connected() -> T:
         me = f"cli-{secrets.token_hex(4)}"
-        async with Bus.connect(nats.url, name=me, client_id=me, namespace=nats.namespace) as bus:
+        async with Bus.connect(
+            nats.url, name=me, client_id=me, namespace=nats.namespace, replicas=nats.replicas
+        ) as bus:
             return await action(bus)
 
     try:

@@ -24,6 +24,8 @@ from services.gateway.openai_request import Endpoint
 QUEUE_GROUP = "gateway"
 _ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions")
 _DONE = b"[DONE]"
+# Of one endpoint and model at once; beyond it callers are told 429.
+MAX_CALLS = 4096
 
 
 class BusReply:
@@ -89,7 +91,14 @@ class BusFront:
 
     async def _serve(self, endpoint: Endpoint, model: str) -> Serving:
         subject = self._bus.subjects.openai(endpoint, model)
-        return await self._bus.serve(subject, bytes, partial(self._answer, endpoint, model), queue=QUEUE_GROUP)
+        return await self._bus.serve(
+            subject,
+            bytes,
+            partial(self._answer, endpoint, model),
+            queue=QUEUE_GROUP,
+            max_concurrent_calls=MAX_CALLS,
+            error_answer=partial(error_body, has_status=True),
+        )
 
     async def _answer(self, endpoint: Endpoint, model: str, body: bytes, call: Call) -> None:
         if not call.reply:

@@ -15,6 +15,8 @@ import pytest
 
 from bus.connection import Bus
 from bus.server import NatsServer, find_binary
+from schemas.errors import AckTimeoutError, NoRespondersError
+from schemas.hop import Ok
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Home
@@ -71,6 +73,32 @@ def test_services_run_on_it_and_only_an_admin_may_drain_them(home: Home, nats_po
         family = served.family()
         assert served.stop(signal.SIGTERM) == 0, home.log()
     assert [process for process in family if process.is_running()] == []
+
+
+async def test_only_an_embedded_server_is_known_to_be_this_machines_alone(nats_port: int) -> None:
+    """Both are reached by a URL of 127.0.0.1; peers of the external one may be anywhere."""
+    async with (
+        NatsServer() as embedded,
+        Bus.connect(embedded.internal_url, name="a", client_id="a") as inside,
+        Bus.connect(url_of("service", nats_port), name="b", client_id="b") as outside,
+    ):
+        assert inside.is_one_host
+        assert not outside.is_one_host
+
+
+async def test_its_client_user_may_do_what_the_embedded_servers_may(nats_port: int) -> None:
+    """To end a request of its own, and to have it sent again, wherever it is."""
+    url = url_of("client", nats_port)
+    async with Bus.connect(url, name="c", client_id="c", is_internal=False) as bus:
+        for subject in (
+            bus.subjects.worker("w", "abort"),
+            bus.subjects.router("r", "resend"),
+            bus.subjects.requests("m"),
+        ):
+            with pytest.raises(NoRespondersError):
+                await bus.ask(subject, Ok(), Ok)
+        with pytest.raises(AckTimeoutError):
+            await bus.ask(bus.subjects.admin("w", "drain"), Ok(), Ok, timeout_s=0.2)
 
 
 async def test_its_limits_are_those_of_the_embedded_server(nats_port: int) -> None:

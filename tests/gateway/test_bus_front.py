@@ -10,7 +10,9 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client as NatsClient
 
-from tests.gateway.conftest import MODEL, Rig
+from bus.server import NatsServer
+from tests.conftest import wait_until
+from tests.gateway.conftest import MODEL, Rig, in_task_of_its_own, open_rig, wait_served
 from tests.gateway.peer import Attempt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -115,6 +117,32 @@ async def test_requests_run_side_by_side(rig: Rig, client: NatsClient) -> None:
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(ask(client, CHAT, {"messages": HI, "max_tokens": 1})) for _ in range(8)]
     assert all(task.result()["choices"][0]["finish_reason"] == "length" for task in asked)
+
+
+async def test_more_than_it_may_answer_at_once_is_openais_429(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.bus_front.MAX_CALLS", 2)
+    has_room = asyncio.Event()
+
+    async def hold(attempt: Attempt) -> None:
+        await has_room.wait()
+        await attempt.begin()
+        await attempt.frames(attempt.tokens_frame([70]), attempt.finished_frame("length"))
+
+    async with in_task_of_its_own(lambda: open_rig(nats_server, "crowded")) as rig:
+        await wait_served(rig)
+        rig.peer.script = hold
+        client = await nats.connect(nats_server.internal_url)
+        subject = CHAT.replace("busway.", "crowded.")
+        async with asyncio.TaskGroup() as tasks:
+            taken = [tasks.create_task(ask(client, subject, {"messages": HI, "max_tokens": 1})) for _ in range(2)]
+            await wait_until(lambda: len(rig.peer.attempts) == 2)
+            error = (await ask(client, subject, {"messages": HI}))["error"]
+            assert (error["status"], error["type"], error["code"]) == (429, "rate_limit_error", "overloaded")
+            has_room.set()
+        assert all(task.result()["choices"][0]["finish_reason"] == "length" for task in taken)
+        await client.close()
 
 
 async def test_a_request_that_wants_no_answer_generates_nothing(rig: Rig, client: NatsClient) -> None:
