@@ -3,8 +3,9 @@ and in order, one attempt at a time, one end.
 """
 
 import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -31,7 +32,7 @@ from bus.life_events import (
     Send,
     TimerFired,
 )
-from bus.life_table import TABLE, State, render_diagram
+from bus.life_table import TABLE, State, Turn, render_diagram
 from bus.patience import Patience
 from schemas.errors import (
     AckTimeoutError,
@@ -46,7 +47,18 @@ from schemas.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from schemas.frames import Accepted, Decoding, Failed, Finished, Frame, Prefilling, TokenLogprobs, Tokens, Usage
+from schemas.frames import (
+    Accepted,
+    Decoding,
+    Failed,
+    Finished,
+    FinishReason,
+    Frame,
+    Prefilling,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
 from schemas.ids import AttemptId, RequestId, WorkerId
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
 
@@ -89,6 +101,7 @@ class Holders:
         self.request = request
         self.sent = len(request.resume)
         self.is_ended = False
+        self.reason: FinishReason = "length"
         self.failure: list[Frame] = []
 
     def lifecycle(self) -> list[Frame]:
@@ -115,7 +128,7 @@ class Holders:
         # An engine that takes resumed ids for prompt: the owner knows better.
         num_resumed = len(self.request.resume)
         usage = Usage(prompt_tokens=3 + num_resumed, completion_tokens=self.sent, cached_tokens=3 + num_resumed)
-        return Finished(self.request.attempt_id, self.sent, "length", usage)
+        return Finished(self.request.attempt_id, self.sent, self.reason, usage)
 
     def again(self, from_seq: int) -> list[Frame]:
         frames: list[Frame] = [self.tokens(from_seq, self.sent)] if from_seq < self.sent else []
@@ -130,10 +143,29 @@ class Holders:
         return self.failure
 
 
+class Noted(dict[tuple[State, Turn], State]):
+    """The table, and which of its turns were taken."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.turns: set[tuple[State, Turn]] = set()
+
+    def __getitem__(self, turn: tuple[State, Turn]) -> State:
+        self.turns.add(turn)
+        return super().__getitem__(turn)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def noted() -> Iterator[Noted]:
+    """The table that every life of this module goes by."""
+    table = Noted()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bus.life.TABLE", table)
+        yield table
+
+
 class LifeMachine(RuleBasedStateMachine):
     """Rules are what the world may do; `take` is the naive model of what the owner may order."""
-
-    turns: ClassVar[set[tuple[State, State]]] = set()
 
     @initialize(
         max_tokens=st.sampled_from([1, 2, 5, 40]),
@@ -157,11 +189,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.take(self.life.start(self.now))
 
     def tell(self, event: Event) -> None:
-        before = self.life.state
-        instructions = self.life.handle(event, self.now)
-        if self.life.state != before:
-            LifeMachine.turns.add((before, self.life.state))
-        self.take(instructions)
+        self.take(self.life.handle(event, self.now))
 
     def take(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -205,7 +233,8 @@ class LifeMachine(RuleBasedStateMachine):
             self.ids += frame.token_ids
         elif isinstance(frame, Finished):
             self.has_finished = True
-            assert frame.seq == len(self.ids) == self.sends[0].stop.max_tokens
+            assert frame.seq == len(self.ids)
+            assert frame.reason == "stop" or len(self.ids) == self.sends[0].stop.max_tokens
             usage = frame.usage
             assert (usage.prompt_tokens, usage.completion_tokens) == (3, len(self.ids))
             assert usage.cached_tokens <= 3
@@ -242,6 +271,8 @@ class LifeMachine(RuleBasedStateMachine):
         self.router_says(what)
 
     def router_says(self, what: str) -> None:
+        if not self.unanswered:
+            return
         attempt = self.unanswered.pop(0)
         answers: dict[str, Event] = {
             "ack": Acked(attempt, "r"),
@@ -291,14 +322,29 @@ class LifeMachine(RuleBasedStateMachine):
         holders = list(self.holders.values())
         return holders[-1 - min(which, len(holders) - 1)]
 
+    def steps(self, num: int) -> None:
+        for frame in self.holder(0).next_frames(num):
+            self.arrive(frame)
+
+    def says(self, at: int) -> None:
+        self.arrive(self.holder(0).lifecycle()[at])
+
+    def stops(self) -> None:
+        """By a token that the owner doesn't know as an end, and has; or had."""
+        holder = self.holder(0)
+        if not holder.is_ended:
+            holder.is_ended, holder.reason = True, "stop"
+            self.arrive(holder.finished())
+
     # Whoever is asked to send again answers somehow.
 
-    @precondition(lambda self: self.asked)
     @rule(
         what=st.sampled_from([*["agree"] * 5, "names", "ignorant", "nobody", "silent", "outage"]),
         is_lost=st.booleans(),
     )
     def asked_one_answers(self, what: str, is_lost: bool) -> None:
+        if not self.asked:
+            return
         ask = self.asked.pop(0)
         errors: dict[str, BuswayError] = {
             "ignorant": StreamBrokenError("x"),
@@ -319,7 +365,7 @@ class LifeMachine(RuleBasedStateMachine):
     # The rest of the world.
 
     @rule(who=st.sampled_from(["r", "p", "d", "other"]))
-    def somebody_leaves(self, who: str) -> None:
+    def leaves(self, who: str) -> None:
         self.tell(HolderLeft(who))
 
     @rule(event=st.sampled_from([LossNoticed(), Reconnected()]))
@@ -387,6 +433,98 @@ class LifeMachine(RuleBasedStateMachine):
 
 LifeMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestLife = LifeMachine.TestCase
+
+
+# Besides random worlds, every state meets everything that can happen once; the world's own model judges.
+
+
+def _stream(world: LifeMachine) -> None:
+    world.all_goes_well(1, False)
+
+
+def _fall_silent(world: LifeMachine) -> None:
+    world.pass_time(2.5)
+
+
+def _lose(world: LifeMachine) -> None:
+    for frame in world.holder(0).fail(WorkerLostError("x")):
+        world.arrive(frame)
+
+
+WAYS: dict[str, list[Callable[[LifeMachine], None]]] = {
+    "sent": [],
+    "held": [lambda world: world.router_says("ack")],
+    "held, a worker's": [lambda world: world.router_says("ack"), lambda world: world.says(2)],
+    "streaming": [_stream],
+    "mending": [_stream, lambda world: world.a_step_is_lost_and_the_next_arrives(1)],
+    "mending, nothing missing": [_stream, _fall_silent],
+    "mending, without a token": [lambda world: world.router_says("ack"), _fall_silent],
+    "waiting": [_stream, _lose],
+    "over": [lambda world: world.caller_leaves(0)],
+}
+HAPPENINGS: dict[str, Callable[[LifeMachine], None]] = {
+    **{
+        f"the router: {what}": partial(LifeMachine.router_says, what=what)
+        for what in ("ack", "busy", "full", "nobody", "silent", "outage", "refused")
+    },
+    **{
+        f"asked: {what}": partial(LifeMachine.asked_one_answers, what=what, is_lost=False)
+        for what in ("agree", "names", "ignorant", "nobody", "silent", "outage")
+    },
+    **{f"{who} leaves": partial(LifeMachine.leaves, who=who) for who in ("r", "p", "d")},
+    **{f"says {at}": partial(LifeMachine.says, at=at) for at in range(3)},
+    "a token": lambda world: world.steps(1),
+    "the last tokens": lambda world: world.steps(40),
+    "the end at once": lambda world: world.stops(),
+    "a step is lost": lambda world: world.a_step_is_lost_and_the_next_arrives(1),
+    "fails, another may not": _lose,
+    "fails for good": lambda world: [world.arrive(frame) for frame in world.holder(0).fail(RequestError("x"))],
+    "loss noticed": lambda world: world.tell(LossNoticed()),
+    "reconnected": lambda world: world.tell(Reconnected()),
+    "a moment": lambda world: world.pass_time(1.0),
+    "a while": lambda world: world.pass_time(10.0),
+    "its deadline": lambda world: world.pass_time(31.0),
+    "the caller leaves": lambda world: world.caller_leaves(0),
+}
+
+
+@pytest.mark.parametrize("state", WAYS)
+def test_every_state_meets_everything_that_can_happen(state: str) -> None:
+    for happening in HAPPENINGS.values():
+        for total in (None, START + 30.0):
+            world = LifeMachine()
+            world.begin(20, total, None)
+            for step in WAYS[state]:
+                step(world)
+            assert world.life.state == state.partition(",")[0]
+            happening(world)
+            world.what_holds_always()
+            world.teardown()
+
+
+def test_a_request_may_be_late_or_unwanted_before_it_is_sent() -> None:
+    late = a_life(a_request(deadlines=Deadlines(total=START - 1.0)))
+    (end,) = late.start(START)
+    assert isinstance(end, End)
+    assert isinstance(end.error, DeadlineError)
+    unwanted = a_life(a_request())
+    assert unwanted.handle(CallerClosed(), START) == []
+    assert late.state == unwanted.state == "over"
+
+
+def test_a_request_may_run_out_of_time_between_two_attempts() -> None:
+    world = LifeMachine()
+    world.begin(20, START + 0.01, None)
+    _stream(world)
+    _lose(world)
+    assert world.life.state == "waiting"
+    world.pass_time(1.0)
+    (end,) = world.ends
+    assert isinstance(end.error, DeadlineError)
+
+
+def test_that_was_every_turn_of_the_table(noted: Noted) -> None:
+    assert TABLE.keys() - noted.turns == set()
 
 
 def test_a_resumed_attempt_lost_before_its_first_token_is_sent_anew_whatever_its_engine() -> None:

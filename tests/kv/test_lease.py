@@ -119,6 +119,33 @@ def test_the_diagram_on_the_page_is_the_tables():
     assert page.split("<!-- lease -->\n")[1].split("<!-- /lease -->")[0].strip() == render_diagram()
 
 
+def test_every_turn_of_the_table_is_taken_and_whatever_isnt_there_changes_nothing():
+    """Each state meets each turn, through the table's own methods."""
+    turns = {
+        "grant": lambda table, now: table.grant(ATTEMPTS[0], lease_s=5, now=now, remember_until=1e9),
+        "renew": lambda table, now: table.renew(ATTEMPTS[0], lease_s=5, now=now),
+        "confirm": lambda table, now: table.confirm(ATTEMPTS[0], now),
+        "revoke": lambda table, now: table.revoke(ATTEMPTS[0], now, remember_until=1e9),
+        "expire": lambda table, now: table.state(ATTEMPTS[0], now + 6),
+    }
+    ways = {
+        "unknown": [],
+        "held": ["grant"],
+        "confirmed": ["grant", "confirm"],
+        "expired": ["grant", "expire"],
+        "revoked": ["grant", "revoke"],
+    }
+    for state, way in ways.items():
+        for turn, take in turns.items():
+            table, now = LeaseTable(max_lease_s=10), 0.0
+            for step in way:
+                turns[step](table, now)
+            now += 6 if state == "expired" else 0
+            assert table.state(ATTEMPTS[0], now) == state
+            take(table, now)
+            assert table.state(ATTEMPTS[0], now + (6 if turn == "expire" else 0)) == TABLE.get((state, turn), state)
+
+
 def test_every_end_of_a_lease_is_final():
     ends = {after for after in TABLE.values() if after != "held"}
     assert ends == {"confirmed", "expired", "revoked"}
