@@ -1,5 +1,7 @@
 """Which blocks hold the KV of which tokens, and in which order unreferenced ones are given up (least recent first)."""
 
+from collections import OrderedDict
+
 from services.engines.paged.hashing import BlockHash
 
 
@@ -9,7 +11,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
-        self._idle: dict[int, None] = {}
+        # Not a dict: the first key of a dict that loses its first keys is found by walking over the lost ones.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
@@ -57,8 +60,7 @@ class PrefixCache:
         del self._idle[block_id]
 
     def evict(self) -> int:
-        """Forget the least recent idle block and return it; raises StopIteration when none is idle."""
-        block_id = next(iter(self._idle))
-        del self._idle[block_id]
+        """Forget the least recent idle block and return it; raises KeyError when none is idle."""
+        block_id = self._idle.popitem(last=False)[0]
         del self._block_by_hash[self._hash_by_block.pop(block_id)]
         return block_id
