@@ -96,6 +96,7 @@ class Client:
         num_logprobs: int | None = None,
         cache_salt: str = "",
         model_digest: str = "",
+        session: str = "",
         priority: int = 0,
         deadlines: Deadlines = NO_DEADLINES,
         end_ids: Set[int] = frozenset(),
@@ -123,6 +124,7 @@ class Client:
             num_logprobs=num_logprobs,
             cache_salt=cache_salt,
             model_digest=model_digest,
+            session=session,
             priority=priority,
             traceparent=traceparent,
         )

@@ -53,6 +53,7 @@ SUBJECT_TABLE: tuple[SubjectRow, ...] = (
     SubjectRow("admin.{worker_id}.{drain,role}", "that worker", "", "Drain, ChangeRole -> Ack"),
     SubjectRow("events.kv.{model}.{worker_id}", "routers", "", "KvEvents"),
     SubjectRow("events.load.{model}.{worker_id}", "routers, gateways", "", "LoadReport"),
+    SubjectRow("events.router.{router_id}", "gateways", "", "RouterReport"),
     SubjectRow("hb.{service}.{id}", "everyone who watches the fleet", "", "Heartbeat"),
     SubjectRow("_INBOX.busway.{client_id}.{token}", "that process", "", "answers"),
     SubjectRow("_INBOX.busway.{client_id}.tok.>", "that process", "", "stream frames"),
@@ -147,12 +148,19 @@ class Subjects:
     def load(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.events.load.{slug(model)}.{slug(worker_id)}"
 
+    def router_report(self, router_id: str) -> str:
+        return f"{self.prefix}.events.router.{slug(router_id)}"
+
     def heartbeat(self, service: ServiceName, id: str) -> str:
         return f"{self.prefix}.hb.{service}.{slug(id)}"
 
     @property
     def all_loads(self) -> str:
         return f"{self.prefix}.events.load.>"
+
+    @property
+    def all_router_reports(self) -> str:
+        return f"{self.prefix}.events.router.>"
 
     @property
     def all_kv_events(self) -> str:

@@ -6,7 +6,7 @@ from rich.table import Table
 from bus.connection import Bus
 from bus.discovery import watch
 from schemas.errors import BuswayError
-from schemas.explanation import Choice, ExplainRequest, Explanation
+from schemas.explanation import Choice, ExplainRequest, Explanation, LocalPrefill, Refusal
 from schemas.worker import ServiceRecord
 
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -25,13 +25,13 @@ async def find_explanation(bus: Bus, id: str) -> Explanation | None:
                 explanation = await bus.ask(subject, ExplainRequest(id=id), Explanation)
             except BuswayError:
                 continue  # it is gone or leaving: another may know
-            if explanation.choices:
+            if explanation.is_known:
                 return explanation
     return None
 
 
 def print_explanation(explanation: Explanation) -> None:
-    """Print a request's choices, a table each."""
+    """Print a request's choices, a table each, and why nobody took it where that is so."""
     console = Console()
     console.print(
         f"request {explanation.request_id}, attempt {explanation.attempt_id}: {explanation.num_prompt_tokens} prompt "
@@ -40,6 +40,28 @@ def print_explanation(explanation: Explanation) -> None:
     )
     for choice in explanation.choices:
         console.print(_table(choice))
+        if choice.local is not None:
+            console.print(local_line(choice.local), highlight=False)
+    if explanation.refusal is not None:
+        console.print(refusal_line(explanation.refusal), highlight=False)
+
+
+def local_line(local: LocalPrefill) -> str:
+    """Return whether a prompt stayed on its decode worker, and why."""
+    verdict = "stays on decode" if local.is_taken else "goes to prefill"
+    if not local.worker:
+        return f"{verdict}: {local.reason}"
+    return (
+        f"{verdict}: {local.reason} ({local.worker}: {local.uncached_tokens:,} of "
+        f"{local.cached_tokens + local.uncached_tokens:,} tokens to compute; first token in {local.local_s * 1e3:,.1f} "
+        f"ms there, in {local.remote_s * 1e3:,.1f} ms by prefill; {local.num_streams} streams there would lose "
+        f"{local.streams_lose_s * 1e3:,.1f} ms)"
+    )
+
+
+def refusal_line(refusal: Refusal) -> str:
+    """Return why nobody took a request."""
+    return f"refused ({refusal.reason}): {refusal.message}; retry after {refusal.retry_after_s:.1f} s"
 
 
 def _table(choice: Choice) -> Table:

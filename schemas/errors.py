@@ -6,6 +6,7 @@ BuswayError
 │   ├── ModelNotFoundError     404
 │   └── RequestTooLargeError   413
 ├── CapacityError          429  try later (retry_after_s)
+│   ├── AdmissionError         429  the first token is estimated to come later than its deadline or the set limit
 │   └── UnavailableError       503  no complete path for the model, or a service is leaving
 ├── DeadlineError          504  names the phase that ran out of time
 ├── WorkerError            500  retryable on another worker
@@ -101,6 +102,12 @@ class CapacityError(BuswayError):
     code = "overloaded"
     http_status = 429
     retryable = True
+
+
+class AdmissionError(CapacityError):
+    """Estimate and limit are in the message; `retry_after_s` is how far the one is over the other."""
+
+    code = "estimated_too_late"
 
 
 class UnavailableError(CapacityError):

@@ -10,6 +10,7 @@ from schemas.message import Message
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 MAX_LOGPROBS = 20
+MAX_SESSION_CHARS = 256
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +68,8 @@ class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
     `num_logprobs`: None for none, 0 for the chosen token's only, k for the k best beside it.
     `resume`: ids of the completion already delivered; they count toward max_tokens and are not sent again.
-    `cache_salt`: requests share cached KV only with the same salt.
+    `cache_salt`: requests share cached KV only with the same salt. `session`: requests of one session (and salt) go to
+    one worker where that costs little. `priority`: the highest number first; routers set a limit.
     `model_digest`: whose ids these are; only workers of that digest (RuntimeConfig) get them. "": any of the model's.
     `avoid`: workers that failed an earlier attempt of this request; others are preferred.
     `traceparent`: W3C trace context of the caller.
@@ -84,7 +86,8 @@ class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     model_digest: Annotated[str, Meta(max_length=256)] = ""
-    priority: int = 0
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] = ""
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     resume: tuple[TokenId, ...] = ()
     avoid: tuple[WorkerId, ...] = ()
     traceparent: str = ""

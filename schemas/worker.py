@@ -96,8 +96,9 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     """A worker's load. Blocks used are referenced or leased ones; cached ones are free to take and counted apart.
     `dispatched` holds, for each router epoch, the highest dispatch number this report has counted.
     `queued_prefill_tokens` includes the `pass_tokens` of the prefill pass under way, which began `pass_age_s` ago.
-    `prefill_cost` is None until the worker has measured a pass. `last_kv_event` is the id of the last change of its
-    prefix cache that it has published.
+    `prefill_cost` is None until the worker has measured a pass; `transfer_cost`, of the same form, says how long it
+    takes to fetch n tokens' KV from a prefill worker after their prefill (`num_passes`: fetches). `last_kv_event` is
+    the id of the last change of its prefix cache that it has published.
     The counters are totals since the epoch began."""
 
     worker_id: WorkerId
@@ -112,6 +113,7 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     pass_tokens: int = 0
     pass_age_s: float = 0.0
     prefill_cost: PrefillCost | None = None
+    transfer_cost: PrefillCost | None = None
     last_kv_event: int = 0
     dispatched: dict[str, int] = msgspec.field(default_factory=dict)
     kv_transfer_bytes: dict[str, int] = msgspec.field(default_factory=dict)

@@ -37,6 +37,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of policy kv: `kv_index_blocks` caps each model's prefix index (32 bytes a block), `kv_temperature_s` draws
     around the best estimate, `kv_routed_ttl_s` is how long a routed prefix counts as cached on engines without events.
+    `kv_local_prefill`: prompts are computed on decode workers where that is estimated faster, at most
+    `kv_max_local_tokens` uncached ones, and while streams run there `kv_max_stolen_tokens`; never where strict.
+    `kv_max_ttft_s`: requests whose first token is estimated later are refused (0: only those past their deadlines).
+
+    `max_priority`: requests with a priority beyond it, up or down, are refused.
     """
 
     id: str = ""
@@ -44,6 +49,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_index_blocks: int = 1 << 20
     kv_temperature_s: float = 0.0
     kv_routed_ttl_s: float = 120.0
+    kv_local_prefill: bool = False
+    kv_max_local_tokens: int = 1024
+    kv_max_stolen_tokens: int = 128
+    kv_max_ttft_s: float = 0.0
+    max_priority: int = 100
     is_strict: bool = False
     ack_timeout_s: float = 1.0
     max_dispatch_tries: int = 3

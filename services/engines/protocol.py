@@ -85,6 +85,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     pass_tokens: int = 0
     pass_age_s: float = 0.0
     prefill_cost: PrefillCost | None = None
+    transfer_cost: PrefillCost | None = None
 
 
 class PeerLink(Protocol):

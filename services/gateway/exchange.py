@@ -20,6 +20,7 @@ class Caller:
     received_at: float
     traceparent: str = ""
     wants_timings: bool = False
+    wants_explanation: bool = False
     implied_model: str | None = None
 
 
@@ -32,6 +33,7 @@ class Exchange:
     model: str | None = None
     is_stream: bool = False
     wants_timings: bool = False
+    wants_explanation: bool = False
     outcome: str = "ok"
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -73,6 +75,7 @@ def caller_from_headers(headers: Mapping[str, str]) -> Caller:
         received_at=perf_counter(),
         traceparent=traceparent if _is_traceparent(traceparent) else "",
         wants_timings=headers.get("X-Busway-Timings", "") in ("1", "true"),
+        wants_explanation=headers.get("X-Busway-Explain", "") in ("1", "true"),
     )
 
 

@@ -1,7 +1,8 @@
 """OpenAI request bodies as typed frozen structs. Pure; step 1 of a request's walk.
 
 Field names, defaults and null handling follow OpenAI's API reference; top_k, min_p, repetition_penalty, min_tokens,
-ignore_eos, stop_token_ids, cache_salt, chat_template_kwargs and add_generation_prompt follow vLLM's extensions of it.
+ignore_eos, stop_token_ids, cache_salt, priority (the lowest first), chat_template_kwargs and add_generation_prompt
+follow vLLM's extensions of it.
 """
 
 import re
@@ -12,7 +13,7 @@ import orjson
 from msgspec import Meta
 
 from schemas.errors import RequestError, RequestTooLargeError
-from schemas.request import MAX_LOGPROBS, TokenId
+from schemas.request import MAX_LOGPROBS, MAX_SESSION_CHARS, TokenId
 from services.gateway.refusals import ignored_fields, refuse_handoff_fields, refuse_unserved_fields
 
 MAX_MESSAGES = 4096
@@ -34,10 +35,14 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class BuswayOptions(msgspec.Struct, frozen=True):
-    """Our own extension: `timings` asks for the phases of the request beside its answer."""
+class BuswayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Our own extension: `timings` asks for the phases of the request beside its answer, `explain` for why it went
+    where it went. `first_token_s`: seconds from now that its first token may take; a router that expects more refuses
+    at once."""
 
     timings: bool = False
+    explain: bool = False
+    first_token_s: Annotated[float, Meta(gt=0.0, le=86400.0)] | None = None
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +66,13 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] | None = None
+    priority: Annotated[int, Meta(gt=-(2**31), lt=2**31)] | None = None
     busway: BuswayOptions | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        return None if self.busway is None else self.busway.first_token_s
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

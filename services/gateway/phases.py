@@ -19,6 +19,7 @@ class Phases:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.router = ""
+        self.attempt_id = ""
         self.prefill_worker = ""
         self.decode_worker = ""
         self.num_computed_prompt_tokens: int | None = None
@@ -35,6 +36,7 @@ class Phases:
                         self.first_token_at = now
                 case Accepted():
                     self.accepted_at, self.router = self.accepted_at or now, frame.router
+                    self.attempt_id = frame.attempt_id
                 case Prefilling():
                     self.prefill_worker = frame.worker
                 case Decoding():

@@ -25,11 +25,13 @@ from services.config import GatewayConfig
 from services.gateway.answering import Answering
 from services.gateway.bus_front import BusFront
 from services.gateway.encoding import EncodingThreads
+from services.gateway.explaining import Explainer
 from services.gateway.fleet_metrics import FleetMetrics
 from services.gateway.http_app import Routes
 from services.gateway.http_reply import Pacemaker
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ModelDirectory
+from services.gateway.router_metrics import RouterMetrics
 from services.gateway.walk import Walk
 
 # Idle connections outlive those of the load balancers in front (60 s by default).
@@ -81,11 +83,14 @@ async def _assemble(
     fleet_metrics = FleetMetrics(fleet.workers, lambda: len(fleet.routers))
     metrics.registry.register(fleet_metrics)
     await bus.listen(bus.subjects.all_loads, fleet_metrics.hear)
+    router_metrics = RouterMetrics(lambda: fleet.routers)
+    metrics.registry.register(router_metrics)
+    await bus.listen(bus.subjects.all_router_reports, router_metrics.hear)
     client = Client(bus, owner=gateway_id, on_resubmit=metrics.resumed, on_resend=metrics.resent)
     await client.start()
     fleet.on_change(partial(_tell_who_left, client, fleet_metrics))
     models = ModelDirectory(bus, fleet, threads)
-    walk = Walk(models=models, client=client, threads=threads, metrics=metrics, config=config)
+    walk = Walk(models=models, client=client, threads=threads, metrics=metrics, explainer=Explainer(bus), config=config)
     answering = Answering(walk, metrics, request_timeout_s=config.request_timeout_s)
     front = BusFront(bus, models, answering)
     pacemaker = Pacemaker(config.keepalive_s)

@@ -14,10 +14,12 @@ from services.gateway.assembling import Assembly, StreamedAnswer, WholeAnswer
 from services.gateway.choice import Choice
 from services.gateway.encoding import EncodingThreads
 from services.gateway.exchange import Exchange
+from services.gateway.explaining import Explainer
 from services.gateway.fan_out import Leg, run_legs
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ModelDirectory, ServedModel
 from services.gateway.openai_request import (
+    BuswayOptions,
     ChatRequest,
     CompletionRequest,
     Endpoint,
@@ -47,9 +49,11 @@ class Walk:
         client: Client,
         threads: EncodingThreads,
         metrics: GatewayMetrics,
+        explainer: Explainer,
         config: GatewayConfig,
     ) -> None:
         self._models = models
+        self._explainer = explainer
         self._client = client
         self._threads = threads
         self._metrics = metrics
@@ -76,8 +80,15 @@ class Walk:
             await run_legs(legs, assembly.deliver, self._metrics.gaps(model.name))
         finally:
             exchange.note([leg.choice.num_tokens for leg in legs], [leg.phases.first_token_at for leg in legs])
-        busway = legs[0].phases.render(perf_counter()) if exchange.wants_timings else None
-        await assembly.close(usage_of(_by_prompt(prompts, legs)), busway)
+        busway = await self._asides(exchange, [leg.phases for leg in legs])
+        await assembly.close(usage_of(_by_prompt(prompts, legs)), busway or None)
+
+    async def _asides(self, exchange: Exchange, choices: Sequence[Phases]) -> dict[str, object]:
+        """Return what the caller asked to be told beside the answer: phases of its first choice, ways of all."""
+        asides = choices[0].render(perf_counter()) if exchange.wants_timings else {}
+        if exchange.wants_explanation:
+            asides["routing"] = await self._explainer.explain(choices)
+        return asides
 
     def _limits(self, model: ServedModel) -> Limits:
         return Limits(
@@ -112,13 +123,22 @@ class Walk:
                 request_id=exchange.caller.request_id,
                 num_logprobs=request.num_logprobs,
                 cache_salt=request.cache_salt or "",
+                session=request.prompt_cache_key or "",
+                priority=-(request.priority or 0),
                 model_digest=model.vocabulary.digest,
                 end_ids=end_ids,
-                deadlines=Deadlines(total=time.time() + self._config.request_timeout_s),
+                deadlines=self._deadlines(request),
                 traceparent=exchange.caller.traceparent,
             )
 
         return Leg(choice, phases, open_stream)
+
+    def _deadlines(self, request: ChatRequest | CompletionRequest) -> Deadlines:
+        now, first_token_s = time.time(), request.first_token_s
+        return Deadlines(
+            total=now + self._config.request_timeout_s,
+            first_token=None if first_token_s is None else now + first_token_s,
+        )
 
 
 def _parse(exchange: Exchange, body: bytes) -> ChatRequest | CompletionRequest:
@@ -131,7 +151,9 @@ def _parse(exchange: Exchange, body: bytes) -> ChatRequest | CompletionRequest:
     if implied_model is not None and request.model != implied_model:
         raise RequestError(f"model: {request.model!r} asked on the subject of {implied_model!r}", param="model")
     exchange.is_stream = bool(request.stream)
-    exchange.wants_timings = exchange.caller.wants_timings or (request.busway is not None and request.busway.timings)
+    options, caller = request.busway or BuswayOptions(), exchange.caller
+    exchange.wants_timings = caller.wants_timings or options.timings
+    exchange.wants_explanation = caller.wants_explanation or options.explain
     return request
 
 

@@ -5,24 +5,27 @@ its load. Step 2 of the walk; sends nothing itself.
 import logging
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from bus.subjects import Subjects
-from schemas.errors import CapacityError
+from schemas.errors import AdmissionError, BuswayError, CapacityError, UnavailableError
+from schemas.explanation import Refusal
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo
 from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId, new_room
 from schemas.request import GenerateRequest
 from schemas.worker import RuntimeConfig
+from services.router.admission import as_error, refusal
 from services.router.candidates import RETRY_AFTER_S, Candidate, Path, decode_partners, find_path
 from services.router.explanations import Explanations
 from services.router.kv_desk import KvDesk
-from services.router.kv_policy import Decision
+from services.router.kv_policy import Decision, without_local
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Leg, Picker
 from services.router.route import Ask
+from services.router.tally import RoutingTally
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +65,20 @@ class Dispatcher:
         is_strict: bool,
         result_subject: str,
         kv: KvDesk | None = None,
+        max_ttft_s: float = 0.0,
     ) -> None:
         self.book = book
         self.picker = picker
         self.kv = kv
         self.explanations = Explanations()
+        self.tally = RoutingTally()
         self._subjects = subjects
         self._fleet = workers
         self._router = router
         self._epoch = epoch
         self._is_strict = is_strict
         self._result_subject = result_subject
+        self._max_ttft_s = max_ttft_s
 
     def path(self, request: GenerateRequest) -> Path:
         """Return who can take a new request's first leg; raises UnavailableError or CapacityError."""
@@ -80,10 +86,21 @@ class Dispatcher:
         configs = [one for one in self._of_model(request.model) if digest in ("", one.model_digest)]
         return find_path(configs, self._load_of, is_strict=self._is_strict)
 
-    def choose(self, ask: Ask, request: GenerateRequest, path: Path, *, tried: set[WorkerId], compat: str) -> Hop:
-        """Return the leg's next hop; `compat` is the prefill worker's, "" for a first leg.
+    def choose(
+        self,
+        ask: Ask,
+        request: GenerateRequest,
+        path: Path,
+        *,
+        tried: set[WorkerId],
+        compat: str,
+        may_stay: bool = True,
+    ) -> Hop:
+        """Return the leg's next hop; `compat` is the prefill worker's, "" for a first leg. Asked for a prefill leg it
+        may be a decode leg without params, if `may_stay`: the prompt stays there.
 
-        Raises CapacityError when everyone is full or was tried, UnavailableError when the path is gone.
+        Raises CapacityError when everyone is full or was tried, UnavailableError when the path is gone, AdmissionError
+        when the first token would come too late.
         """
         if compat:
             candidates: Iterable[Candidate] = decode_partners(self._of_model(request.model), self._load_of, compat)
@@ -94,24 +111,32 @@ class Dispatcher:
         if not left:
             raise CapacityError(f"no {ask.leg} worker has room", phase="queue", retry_after_s=RETRY_AFTER_S)
         left = [one for one in left if one.config.worker_id not in request.avoid] or left
-        decision = self._decide(ask, request, left)
-        if decision is None:
-            picked = self.picker.pick(ask.leg, left).config
-        else:
-            picked = next(one.config for one in left if one.config.worker_id == decision.worker)
+        decision = self._decide(ask, request, path, left, may_stay=may_stay)
+        workers = self._fleet.workers
+        picked = self.picker.pick(ask.leg, left).config if decision is None else workers[decision.worker]
         if logger.isEnabledFor(logging.DEBUG):
             loads = ", ".join(f"{one.config.worker_id} {one.load}" for one in left)
             logger.debug("%s of %s to %s; of %s", ask.leg, request.attempt_id, picked.worker_id, loads)
         return self._hop(ask, request, path, picked, decision)
 
-    def _decide(self, ask: Ask, request: GenerateRequest, candidates: list[Candidate]) -> Decision | None:
+    def refused(self, request: GenerateRequest, error: BuswayError) -> None:
+        """Note that nobody takes the request, or one of its legs, for want of room; other errors are none of that."""
+        if isinstance(error, CapacityError) and not isinstance(error, AdmissionError):
+            reason: Literal["busy", "unavailable"] = "unavailable" if isinstance(error, UnavailableError) else "busy"
+            self._refuse(
+                request, Refusal(reason=reason, message=error.message, retry_after_s=error.retry_after_s or 0.0)
+            )
+
+    def _decide(
+        self, ask: Ask, request: GenerateRequest, path: Path, candidates: list[Candidate], *, may_stay: bool
+    ) -> Decision | None:
         """Return the kv policy's decision, None under any other policy."""
         if self.kv is None:
             return None
-        if ask.leg == "prefill" or ask.params is None:
-            decision = self.kv.choose_prompt(request, candidates, time.monotonic())
-        else:
+        if ask.params is not None:
             decision = self.kv.choose_decode(request, candidates, ask.prefill_worker)
+        else:
+            decision = self._place_prompt(self.kv, ask, request, path, candidates, may_stay=may_stay)
         self.explanations.note(request, decision.choice)
         return decision
 
@@ -119,6 +144,49 @@ class Dispatcher:
         """A worker left or began a new epoch."""
         self.book.forget(worker, self._fleet.workers)
         self.picker.forget(worker)
+
+    def _place_prompt(
+        self,
+        kv: KvDesk,
+        ask: Ask,
+        request: GenerateRequest,
+        path: Path,
+        candidates: list[Candidate],
+        *,
+        may_stay: bool,
+    ) -> Decision:
+        """Return who computes the prompt; raises AdmissionError when that would be too late."""
+        decision = kv.choose_prompt(request, candidates, time.monotonic())
+        compat = ""
+        if ask.leg == "prefill":
+            compat = self._fleet.workers[decision.worker].compat
+            if kv.local.is_on and may_stay:
+                decision = self._stay_or_go(kv, request, decision, path, compat)
+        estimate = kv.estimate(request, decision, compat)
+        if estimate is None or request.resume:
+            return decision
+        refused = refusal(estimate, request.deadlines, time.time(), self._max_ttft_s)
+        if refused is None:
+            return decision
+        self.explanations.note(request, decision.choice)
+        self._refuse(request, refused)
+        raise as_error(refused)
+
+    def _stay_or_go(self, kv: KvDesk, request: GenerateRequest, remote: Decision, path: Path, compat: str) -> Decision:
+        """Return the decision after a look at the decode workers of that compatibility group."""
+        decoders = [
+            one
+            for one in decode_partners(self._of_model(request.model), self._load_of, compat)
+            if one.config.worker_id not in request.avoid
+        ]
+        willing = [one for one in decoders if not (self._is_strict or one.config.is_strict)]
+        if not willing:
+            return without_local(remote, "strict" if decoders else "no room")
+        return kv.stay_or_go(request, remote, willing, hides_transfer=path.handoff == "rendezvous")
+
+    def _refuse(self, request: GenerateRequest, refused: Refusal) -> None:
+        self.explanations.refuse(request, refused)
+        self.tally.refused(request.model, refused.reason)
 
     def members(self, config: RuntimeConfig) -> list[WorkerId]:
         """Return everyone in the queue group that `config` belongs to."""
@@ -135,14 +203,23 @@ class Dispatcher:
             self.book.add(hop.worker, hop.number, hop.num_tokens, now, kv_tokens=len(request.token_ids))
             if self.kv is not None and hop.decision is not None and hop.decision.choice.leg == "prefill":
                 self.kv.sent(request, hop.number, hop.decision, hop.config, now)
+                if hop.leg == "prefill" and hop.decision.is_measured:
+                    self.tally.expect(request.attempt_id, request.model, hop.decision.score, now)
 
-    def prefill_over(self, attempt_id: AttemptId) -> None:
-        """An attempt's prefill leg has ended, or the attempt has."""
+    def prefill_over(self, attempt_id: AttemptId, *, is_done: bool = False) -> None:
+        """An attempt's prefill leg has ended, by success or not."""
+        if is_done:
+            self.tally.prefilled(attempt_id, time.monotonic())
+        else:
+            self.tally.forget(attempt_id)
         if self.kv is not None:
             self.kv.over(attempt_id)
 
     def accepted(self, hop: Hop, by: WorkerId) -> None:
-        """Count a hop to a queue group once it is known who got it."""
+        """Count a prompt taken, and the load of a hop to a queue group once it is known who got it."""
+        is_prompt = hop.leg == "prefill" or (isinstance(hop.message, DecodeRequest) and hop.message.params is None)
+        if is_prompt:
+            self.tally.taken(hop.config.model, None if hop.decision is None else hop.decision.choice)
         if hop.worker is None:
             self.book.add(by, hop.number, hop.num_tokens, time.monotonic())
 
@@ -161,8 +238,9 @@ class Dispatcher:
         number = self.book.next_number()
         dispatch = Dispatch(router=self._router, epoch=self._epoch, number=number)
         worker = None if self.picker.is_group and not request.avoid else config.worker_id
+        leg: Leg = "decode" if decision is not None and decision.is_local else ask.leg
         message: PrefillRequest | DecodeRequest
-        if ask.leg == "prefill":
+        if leg == "prefill":
             message = PrefillRequest(
                 request=request,
                 dispatch=dispatch,
@@ -178,8 +256,8 @@ class Dispatcher:
                 prefill_timings=ask.prefill_timings,
             )
         return Hop(
-            leg=ask.leg,
-            subject=self._subject(ask.leg, config, worker),
+            leg=leg,
+            subject=self._subject(leg, config, worker),
             message=message,
             config=config,
             worker=worker,

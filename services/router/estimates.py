@@ -8,7 +8,11 @@
 - Rest of the pass under way: its estimated seconds, less its age in the report, less the report's own age.
 - Uncached tokens: the prompt less its longest prefix in the index, or among prompts routed there and not done; whole
   blocks, and never the last token: it is always computed (services/engines/paged/planner.py).
-- Transfer: latency + bytes a token / bandwidth, by how near the two workers are to each other.
+- Transfer: latency + bytes a token / bandwidth, by how near the two workers are to each other, where that is set
+  (replays). Live, the decode workers' own fit of what fetching n tokens' KV after a prefill took them
+  (LoadReport.transfer_cost): the same for every prefill worker, so that only local_prefill.py and admission.py ask.
+- Nobody has computed anything yet: DEFAULT_COST, which `is_measured` False marks: enough for an order among workers,
+  nothing to refuse a request by.
 """
 
 import msgspec
@@ -28,7 +32,8 @@ MAX_CHUNK_TOKENS = 1 << 30
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What the router knows of a worker when it chooses.
 
-    `queued_tokens` are behind the pass under way, which takes `pass_rest_s` more. `held_tokens` are in its KV pool of
+    `queued_tokens` are behind the pass under way, which takes `pass_rest_s` more. `is_measured`: the cost comes from
+    passes somebody has made. `held_tokens` are in its KV pool of
     `capacity_tokens`. `oldest_at` is when its oldest cache content came (cache_age.py).
     """
 
@@ -36,6 +41,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     pass_rest_s: float = 0.0
     cost: PrefillCost = DEFAULT_COST
+    is_measured: bool = False
     max_batched_tokens: int = MAX_CHUNK_TOKENS
     held_tokens: int = 0
     capacity_tokens: int = 0
@@ -69,6 +75,12 @@ def prefill_s(cost: PrefillCost, num_tokens: int, max_batched_tokens: int) -> fl
     """Return the seconds to compute so many prompt tokens in passes of at most `max_batched_tokens`."""
     num_full, rest = divmod(num_tokens, max_batched_tokens)
     return (num_full * pass_s(cost, max_batched_tokens) if num_full else 0.0) + pass_s(cost, rest)
+
+
+def marginal_s(cost: PrefillCost, num_tokens: int, max_batched_tokens: int) -> float:
+    """Return by how many seconds so many prompt tokens lengthen steps that are made anyway."""
+    num_steps = -(-num_tokens // max_batched_tokens)
+    return prefill_s(cost, num_tokens, max_batched_tokens) - num_steps * cost.base_s
 
 
 def cached_tokens(num_blocks: int, block_size: int, num_tokens: int) -> int:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from schemas.explanation import Choice, Explanation
+from schemas.explanation import Choice, Explanation, Refusal
 from schemas.ids import AttemptId, RequestId
 from schemas.request import GenerateRequest
 
@@ -15,6 +15,7 @@ class _Explained(msgspec.Struct):
     request_id: RequestId
     num_prompt_tokens: int
     choices: list[Choice] = []
+    refusal: Refusal | None = None
 
 
 class Explanations:
@@ -27,14 +28,11 @@ class Explanations:
 
     def note(self, request: GenerateRequest, choice: Choice) -> None:
         """A choice was made for the request."""
-        one = self._by_attempt.get(request.attempt_id)
-        if one is None:
-            one = _Explained(request_id=request.request_id, num_prompt_tokens=len(request.token_ids))
-            self._by_attempt[request.attempt_id] = one
-            self._newest[request.request_id] = request.attempt_id
-            if len(self._by_attempt) > self._max_explained:
-                self._drop_oldest()
-        one.choices.append(choice)
+        self._of(request).choices.append(choice)
+
+    def refuse(self, request: GenerateRequest, refusal: Refusal) -> None:
+        """The request was taken by nobody."""
+        self._of(request).refusal = refusal
 
     def explain(self, id: str, *, router: str, policy: str) -> Explanation:
         """Return what is known of an attempt, or of a request by its client's id; no choices when that is nothing."""
@@ -51,7 +49,18 @@ class Explanations:
             attempt_id=attempt_id,
             num_prompt_tokens=one.num_prompt_tokens,
             choices=tuple(one.choices),
+            refusal=one.refusal,
         )
+
+    def _of(self, request: GenerateRequest) -> _Explained:
+        one = self._by_attempt.get(request.attempt_id)
+        if one is None:
+            one = _Explained(request_id=request.request_id, num_prompt_tokens=len(request.token_ids))
+            self._by_attempt[request.attempt_id] = one
+            self._newest[request.request_id] = request.attempt_id
+            if len(self._by_attempt) > self._max_explained:
+                self._drop_oldest()
+        return one
 
     def _drop_oldest(self) -> None:
         attempt_id, one = self._by_attempt.popitem(last=False)

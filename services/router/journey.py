@@ -45,6 +45,7 @@ from services.router.route import (
     ResultLost,
     Route,
     Say,
+    StaysOnDecode,
 )
 
 logger = logging.getLogger(__name__)
@@ -160,12 +161,22 @@ class Journey:
         try:
             if self._hops.count(ask.leg) >= way.max_tries:
                 raise CapacityError(f"{way.max_tries} {ask.leg} workers were busy", phase="queue", retry_after_s=1.0)
-            hop = self._dispatcher.choose(ask, way.request, way.path, tried=self._hops.tried(ask.leg), compat=compat)
+            hop = self._dispatcher.choose(
+                ask,
+                way.request,
+                way.path,
+                tried=self._hops.tried(ask.leg),
+                compat=compat,
+                may_stay=not self._hops.count("decode"),
+            )
         except BuswayError as error:
+            self._dispatcher.refused(way.request, error)
             self.post(LegRefused(ask.leg, error.record()))
             return
         self._hops.sent(hop)
         self._dispatcher.sent(hop)
+        if hop.leg != ask.leg:
+            self.route.handle(StaysOnDecode())
         hops.create_task(self._send(hop, way.ack_timeout_s), name=f"{hop.leg} hop")
         self.route.handle(LegSent(hop.leg, hop.worker))
 

@@ -12,12 +12,15 @@ import msgspec
 from schemas.ids import AttemptId, WorkerId
 from schemas.kv_events import KvEvents
 from schemas.request import GenerateRequest
-from schemas.worker import LoadReport, RuntimeConfig
+from schemas.worker import LoadReport, PrefillCost, RuntimeConfig
 from services.prefix_hash import BlockHashes, block_hashes
+from services.router.admission import Estimate
 from services.router.candidates import Candidate
+from services.router.estimates import pass_s
 from services.router.kv_feed import KvFeed
-from services.router.kv_policy import Decision, KvPolicy, KvSettings
+from services.router.kv_policy import Decision, KvPolicy, KvSettings, without_local
 from services.router.kv_routing import KvMemory, KvRouting
+from services.router.sessions import home_of
 
 MAX_PROMPTS = 1024
 """Prompts whose hashes are kept, for a second choice."""
@@ -39,12 +42,14 @@ class KvDesk:
 
     def __init__(self, settings: KvSettings, memory: KvMemory, rng: random.Random) -> None:
         self.feed = KvFeed()
+        self.local = settings.local
         self._policy = KvPolicy(settings, rng)
         self._memory = memory
         self._routings: dict[Realm, KvRouting] = {}
         self._configs: dict[WorkerId, RuntimeConfig] = {}
         self._prompts: OrderedDict[tuple[AttemptId, int], BlockHashes] = OrderedDict()
         self._under_way: OrderedDict[AttemptId, _UnderWay] = OrderedDict()
+        self._transfers: dict[str, dict[WorkerId, PrefillCost]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -60,7 +65,9 @@ class KvDesk:
     def left(self, worker: WorkerId) -> None:
         """A worker is gone."""
         self.feed.forget(worker)
-        self._configs.pop(worker, None)
+        config = self._configs.pop(worker, None)
+        if config is not None:
+            self._transfers.get(config.compat, {}).pop(worker, None)
         for routing in self._routings.values():
             routing.forget(worker)
 
@@ -71,6 +78,9 @@ class KvDesk:
     def on_report(self, report: LoadReport) -> None:
         """A report says how far the worker's events should have come."""
         self.feed.on_last_id(report.worker_id, report.epoch, report.last_kv_event)
+        config = self._configs.get(report.worker_id)
+        if report.transfer_cost is not None and config is not None:
+            self._transfers.setdefault(config.compat, {})[report.worker_id] = report.transfer_cost
 
     def choose_prompt(self, request: GenerateRequest, candidates: Sequence[Candidate], now: float) -> Decision:
         """Return who computes the request's prompt (and, aggregated, decodes it); `candidates` isn't empty.
@@ -82,10 +92,40 @@ class KvDesk:
             groups.setdefault(one.config.block_size, []).append(one)
         num_tokens = len(request.token_ids) + len(request.resume)
         decisions = [
-            self._routing(some[0].config).choose_prefill(num_tokens, self._hashes(request, block_size), some, now)
+            self._routing(some[0].config).choose_prefill(
+                num_tokens, self._hashes(request, block_size), some, now, home_of(request, some)
+            )
             for block_size, some in groups.items()
         ]
         return min(decisions, key=lambda one: one.score)
+
+    def stay_or_go(
+        self, request: GenerateRequest, remote: Decision, decoders: Sequence[Candidate], *, hides_transfer: bool
+    ) -> Decision:
+        """Return who of these decode workers (not empty) computes the prompt where that is faster, else `remote`, which
+        choose_prompt has just returned, with the reason why not. `hides_transfer`: the KV moves meanwhile."""
+        if not remote.is_measured:
+            return without_local(remote, "no estimate")
+        config = decoders[0].config
+        transfer = None if hides_transfer else self._transfer_cost(config.compat)
+        num_tokens = len(request.token_ids) + len(request.resume)
+        hashes = self._hashes(request, config.block_size)
+        return self._routing(config).stay_or_go(num_tokens, hashes, remote, decoders, transfer)
+
+    def estimate(self, request: GenerateRequest, decision: Decision, compat: str) -> Estimate | None:
+        """Return when the chosen worker (at best) is expected to be done; None: nobody has measured anything.
+        `compat`: of the prefill worker whose KV has to be moved yet; "": the prompt is computed where it is decoded."""
+        if not decision.is_measured:
+            return None
+        if decision.choice.local is not None and decision.is_local:
+            local_s = decision.choice.local.local_s
+            return Estimate(prefill_s=local_s, ttft_s=local_s)
+        prefill_s, move_s = decision.best_s, 0.0
+        if compat:
+            transfer = self._transfer_cost(compat)
+            num_tokens = len(request.token_ids) + len(request.resume)
+            move_s = self.local.handoff_s + (0.0 if transfer is None else pass_s(transfer, num_tokens))
+        return Estimate(prefill_s=prefill_s, ttft_s=prefill_s + move_s)
 
     def choose_decode(
         self, request: GenerateRequest, candidates: Sequence[Candidate], prefill_worker: WorkerId | None
@@ -113,6 +153,10 @@ class KvDesk:
         one = self._under_way.pop(attempt_id, None)
         if one is not None:
             one.routing.prefilled(one.number)
+
+    def _transfer_cost(self, compat: str) -> PrefillCost | None:
+        """Return what fetching KV takes, by the decode worker that has fetched most often."""
+        return max(self._transfers.get(compat, {}).values(), key=lambda one: one.num_passes, default=None)
 
     def _routing(self, config: RuntimeConfig) -> KvRouting:
         realm = (config.model, config.model_digest, config.block_size)

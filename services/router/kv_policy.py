@@ -18,9 +18,11 @@ from typing import Literal
 
 import msgspec
 
-from schemas.explanation import Bid, Choice
+from schemas.explanation import Bid, Choice, LocalPrefill, NoBypassReason
 from schemas.ids import WorkerId
+from schemas.worker import PrefillCost
 from services.router.estimates import Link, Standing, cached_tokens, nearness, prefill_s, transfer_s
+from services.router.local_prefill import LocalSettings, Remote, least, verdict, weigh
 
 Leg = Literal["prefill", "decode"]
 Why = Literal[
@@ -33,7 +35,7 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `links`: how fast KV moves between two workers that share no topology label, one, two …; of `levels`, widest
     first. `spill`: decode leaves the neighbourhood when it holds so many times what others hold. `crowding`: see
-    choose_decode. `num_explained`: how many bids a decision keeps.
+    choose_decode. `num_explained`: how many bids a decision keeps. `local`: prompts that stay on decode workers.
     """
 
     tie_s: float = 0.001
@@ -45,13 +47,15 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True):
     levels: tuple[str, ...] = ("zone", "rack", "host")
     links: tuple[Link, ...] = (Link(),)
     num_explained: int = 8
+    local: LocalSettings = LocalSettings()
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice, and the chosen worker's own bid."""
+    """A choice, and the chosen worker's own bid. `is_measured`: its seconds rest on passes that somebody has made."""
 
     choice: Choice
     bid: Bid
+    is_measured: bool = False
 
     @property
     def worker(self) -> WorkerId:
@@ -61,6 +65,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def score(self) -> float:
         """The chosen bid's; inf: it has no room, nor has anybody else."""
         return math.inf if self.bid.score is None else self.bid.score
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the prompt stays on a decode worker although there are prefill workers."""
+        return self.choice.local is not None and self.choice.local.is_taken
+
+    @property
+    def best_s(self) -> float:
+        """The best bid's score: what could be had, where the choice is a draw or the session's."""
+        return min((bid.score for bid in self.choice.bids if bid.score is not None), default=self.score)
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +106,45 @@ class KvPolicy:
             why=why,
             bids=tuple(bids.values()),
             num_candidates=len(standings),
-            best_overlap_tokens=max((_cached(prompt, one) for one in prompt.overlaps), default=0),
+            best_overlap_tokens=_best_overlap(prompt, standings),
         )
-        return Decision(choice=choice, bid=bids[index])
+        return Decision(choice=choice, bid=bids[index], is_measured=standings[index].is_measured)
+
+    def stay_or_go(
+        self, prompt: Prompt, remote: Decision, standings: Sequence[Standing], transfer: PrefillCost | None
+    ) -> Decision:
+        """Return who of these decode workers computes the prompt where it gains by that, else `remote` with the reason
+        why not; `standings` isn't empty. `transfer`: as local_prefill.Remote has it."""
+        settings = self.settings.local
+        way = Remote(
+            prefill_s=remote.score,
+            is_waiting=remote.bid.pass_rest_s > 0 or remote.bid.queued_tokens > 0,
+            transfer=transfer,
+        )
+        cached = [_cached(prompt, one.worker) for one in standings]
+        weighed = [
+            weigh(prompt.num_tokens, hit, one, way, settings) for hit, one in zip(cached, standings, strict=True)
+        ]
+        free = [index for index, one in enumerate(weighed) if one.obstacle is None]
+        if not free:
+            index = least(weighed, settings)
+            why_not = verdict(prompt.num_tokens, cached[index], standings[index], way, weighed[index])
+            return _with_local(remote, why_not)
+        scores = [weighed[one].local_s + settings.stream_weight * weighed[one].streams_lose_s for one in free]
+        among = [standings[one] for one in free]
+        picked, why = self._pick("prefill", scores, among, None)
+        bids = {one: _prefill_bid(prompt, among[one], scores[one], 0.0) for one in self._shown(picked, scores)}
+        index = free[picked]
+        choice = Choice(
+            leg="prefill",
+            worker=standings[index].worker,
+            why=why,
+            bids=tuple(bids.values()),
+            num_candidates=len(free),
+            best_overlap_tokens=max(remote.choice.best_overlap_tokens, _best_overlap(prompt, among)),
+            local=verdict(prompt.num_tokens, cached[index], standings[index], way, weighed[index]),
+        )
+        return Decision(choice=choice, bid=bids[picked], is_measured=True)
 
     def choose_decode(self, num_tokens: int, standings: Sequence[Standing], source: dict[str, str]) -> Decision:
         """Return who decodes a prompt of so many tokens, among those near; full pools last.
@@ -166,9 +216,24 @@ class KvPolicy:
         return oldest, "oldest cache of equals" if leg == "prefill" else "fewest requests of equals"
 
 
+def without_local(remote: Decision, reason: NoBypassReason) -> Decision:
+    """Return the decision with the reason why no decode worker was looked at."""
+    return _with_local(remote, LocalPrefill(is_taken=False, reason=reason))
+
+
+def _with_local(remote: Decision, local: LocalPrefill) -> Decision:
+    return msgspec.structs.replace(remote, choice=msgspec.structs.replace(remote.choice, local=local))
+
+
 def _cached(prompt: Prompt, worker: WorkerId) -> int:
     overlap = prompt.overlaps.get(worker, 0)
     return cached_tokens(overlap, prompt.block_size, prompt.num_tokens) if overlap else 0
+
+
+def _best_overlap(prompt: Prompt, standings: Sequence[Standing]) -> int:
+    """Return the tokens of the longest prefix that any of these workers has."""
+    longest = max((prompt.overlaps.get(one.worker, 0) for one in standings), default=0) if prompt.overlaps else 0
+    return cached_tokens(longest, prompt.block_size, prompt.num_tokens) if longest else 0
 
 
 def _work_s(prompt: Prompt, standing: Standing) -> float:

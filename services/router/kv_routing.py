@@ -17,6 +17,8 @@ from services.router.kv_policy import Decision, KvPolicy, Prompt
 from services.router.prefix_index import PrefixIndex
 from services.router.routed_prefixes import RoutedPrefixes
 
+_Known = dict[WorkerId, tuple[tuple[object, ...], Standing]]
+
 ROUTED_BLOCKS = 1 << 20
 """Most blocks of prompts on their way (or, without events, remembered) that are kept."""
 
@@ -38,7 +40,10 @@ class KvRouting:
         self._policy = policy
         self._routed = RoutedPrefixes(min(memory.max_blocks, ROUTED_BLOCKS), ttl_s=memory.routed_ttl_s)
         self._ages = CacheAge()
-        self._known: dict[WorkerId, tuple[tuple[object, ...], Standing]] = {}
+        self._known: _Known = {}
+        self._known_local: _Known = {}
+        self._most_experienced: PrefillCost | None = None
+        self._asked: tuple[BlockHashes, Prompt] | None = None
 
     def choose_prefill(
         self,
@@ -50,17 +55,36 @@ class KvRouting:
     ) -> Decision:
         """Return who computes a prompt of these blocks; `candidates` isn't empty."""
         self._routed.expire(now)
-        prompt = Prompt(
-            num_tokens=num_tokens,
-            block_size=self.block_size,
-            overlaps=self.overlaps(hashes),
-            session_worker=session_worker,
+        prompt = self._prompt(num_tokens, hashes, session_worker)
+        self._asked = (hashes, prompt)
+        self._most_experienced = _most_experienced(candidates)
+        return self._policy.choose_prefill(prompt, self._standings(candidates, self._most_experienced, self._known))
+
+    def stay_or_go(
+        self,
+        num_tokens: int,
+        hashes: BlockHashes,
+        remote: Decision,
+        decoders: Sequence[Candidate],
+        transfer: PrefillCost | None,
+    ) -> Decision:
+        """Return who of the decode workers (not empty) computes the prompt, if any should, else `remote`, which
+        choose_prefill has just returned."""
+        experienced = max(
+            (one for one in (self._most_experienced, _most_experienced(decoders)) if one is not None),
+            key=lambda one: one.num_passes,
+            default=None,
         )
-        return self._policy.choose_prefill(prompt, self._standings(candidates))
+        standings = self._standings(decoders, experienced, self._known_local)
+        hashes_asked, prompt = self._asked or (None, None)
+        if prompt is None or hashes_asked is not hashes:
+            prompt = self._prompt(num_tokens, hashes, None)
+        return self._policy.stay_or_go(prompt, remote, standings, transfer)
 
     def choose_decode(self, num_tokens: int, candidates: Sequence[Candidate], source: dict[str, str]) -> Decision:
         """Return who decodes a prompt of so many tokens; `source`: the labels of the worker that has its KV."""
-        return self._policy.choose_decode(num_tokens, self._standings(candidates), source)
+        standings = self._standings(candidates, _most_experienced(candidates), self._known)
+        return self._policy.choose_decode(num_tokens, standings, source)
 
     def overlaps(self, hashes: BlockHashes) -> dict[WorkerId, int]:
         """Return each worker's leading blocks of a prompt, cached there or on their way."""
@@ -94,19 +118,28 @@ class KvRouting:
         self.index.forget(worker)
         self._routed.forget(worker)
         self._known.pop(worker, None)
+        self._known_local.pop(worker, None)
         self._ages.forget(worker)
 
-    def _standings(self, candidates: Sequence[Candidate]) -> list[Standing]:
-        costs = [one.load.prefill_cost for one in candidates if one.load.prefill_cost is not None]
-        most_experienced = max(costs, key=lambda one: one.num_passes, default=None)
-        return [self._standing(one, most_experienced) for one in candidates]
+    def _prompt(self, num_tokens: int, hashes: BlockHashes, session_worker: WorkerId | None) -> Prompt:
+        return Prompt(
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            overlaps=self.overlaps(hashes),
+            session_worker=session_worker,
+        )
 
-    def _standing(self, candidate: Candidate, most_experienced: PrefillCost | None) -> Standing:
+    def _standings(
+        self, candidates: Sequence[Candidate], most_experienced: PrefillCost | None, known: _Known
+    ) -> list[Standing]:
+        return [self._standing(one, most_experienced, known) for one in candidates]
+
+    def _standing(self, candidate: Candidate, most_experienced: PrefillCost | None, all_known: _Known) -> Standing:
         """A standing that only its load changes is made once per load: the book hands out the same one until then."""
         config, load = candidate.config, candidate.load
         oldest_at = self._ages.oldest_at(config.worker_id)
         key = (load, config, oldest_at, most_experienced)
-        known = self._known.get(config.worker_id)
+        known = all_known.get(config.worker_id)
         if known is not None and all(map(is_, known[0], key)):
             return known[1]
         standing = Standing(
@@ -114,6 +147,7 @@ class KvRouting:
             queued_tokens=max(0, load.queued_tokens - load.pass_tokens),
             pass_rest_s=load.pass_rest_s,
             cost=settled_cost(load.prefill_cost, most_experienced),
+            is_measured=load.prefill_cost is not None or most_experienced is not None,
             max_batched_tokens=config.max_batched_tokens,
             held_tokens=load.kv_blocks * config.block_size + load.coming_tokens,
             capacity_tokens=config.total_kv_blocks * config.block_size,
@@ -121,5 +155,10 @@ class KvRouting:
             oldest_at=oldest_at,
             labels=config.labels,
         )
-        self._known[config.worker_id] = (key, standing)
+        all_known[config.worker_id] = (key, standing)
         return standing
+
+
+def _most_experienced(candidates: Sequence[Candidate]) -> PrefillCost | None:
+    costs = [one.load.prefill_cost for one in candidates if one.load.prefill_cost is not None]
+    return max(costs, key=lambda one: one.num_passes, default=None)

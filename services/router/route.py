@@ -9,6 +9,9 @@ request anything: the leg just goes to another.)
 The router is the request's holder, and alone may send its terminal frame, until decode acks; from then on a failure is
 told to decode, which ends the stream. Of a failed prefill leg it is told only where the two legs' engines don't speak
 with each other over the bus: those that do (torch, sim) hear it from their peer, and may compute the prompt themselves.
+A prompt may also stay on a decode worker (local_prefill.py): asked for a prefill leg, its chooser sends the decode leg
+without params instead. If that worker is busy, the usual way is gone.
+
 Whatever ends a route also aborts every leg that may still hold something.
 """
 
@@ -47,6 +50,10 @@ class LegBusy(msgspec.Struct, frozen=True):
     """It never held the leg, another may take it."""
 
     leg: Leg
+
+
+class StaysOnDecode(msgspec.Struct, frozen=True):
+    """The prompt is computed where it is decoded: the leg asked for goes to a decode worker, without params."""
 
 
 class LegElsewhere(msgspec.Struct, frozen=True):
@@ -94,6 +101,7 @@ Event = (
     LegSent
     | LegAccepted
     | LegBusy
+    | StaysOnDecode
     | LegElsewhere
     | LegRefused
     | LegSilent
@@ -162,6 +170,7 @@ class Route:
         self._params: DisaggregatedParams | None = None
         self._timings = Timings()
         self._is_computed = False
+        self._is_local = False
         self._early: PrefillDone | None = None
 
     @property
@@ -188,6 +197,9 @@ class Route:
                 return self._on_accepted(event)
             case LegBusy(leg):
                 return self._on_busy(self._leg(leg))
+            case StaysOnDecode():
+                self._prefill.state, self._decode.state, self._is_local = "idle", "asked", True
+                return []
             case LegElsewhere(leg):
                 return self._on_elsewhere(self._leg(leg))
             case LegRefused():
@@ -237,6 +249,9 @@ class Route:
         if self.stage == "ended":
             leg.state = "over"
             return []
+        if self._is_local:  # there is a usual way
+            leg.state, self._is_local = "idle", False
+            return [self._ask(self._prefill)]
         return [self._ask(leg)]
 
     def _on_elsewhere(self, leg: _Leg) -> list[Instruction]:

@@ -17,9 +17,9 @@ from bus.connection import Bus
 from bus.deadlines import check_deadlines
 from bus.serving import Call
 from bus.subjects import is_under_inbox, slug
-from schemas.errors import RequestError, StreamBrokenError, UnavailableError
+from schemas.errors import CapacityError, RequestError, StreamBrokenError, UnavailableError
 from schemas.explanation import ExplainRequest, Explanation
-from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillResult, Resend
+from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillFailed, PrefillResult, Resend
 from schemas.ids import ATTEMPT_ID_LENGTH, AttemptId, Epoch, WorkerId
 from schemas.message import decode, encode
 from schemas.request import GenerateRequest
@@ -31,6 +31,7 @@ from services.router.kv_desk import KvDesk
 from services.router.kv_policy import KvSettings
 from services.router.kv_routing import KvMemory
 from services.router.loads import LoadBook
+from services.router.local_prefill import LocalSettings
 from services.router.policies import Picker
 from services.router.route import AbortAsked, RequestFailed, WorkerLeft
 
@@ -63,7 +64,9 @@ class PrefillRouter:
             is_strict=config.is_strict,
             result_subject=self.result_subject,
             kv=self.kv,
+            max_ttft_s=config.kv_max_ttft_s,
         )
+        self.tally = self._dispatcher.tally
         self._travelling: dict[AttemptId, Journey] = {}
         self._remembered: OrderedDict[AttemptId, Journey] = OrderedDict()
         self._idle = asyncio.Event()
@@ -89,8 +92,15 @@ class PrefillRouter:
             raise RequestError("the model isn't the subject's", param="model")
         if not is_senders(request.stream.subject, call.reply):
             raise RequestError("the stream must lie under its sender's inbox", param="stream.subject")
+        if abs(request.priority) > self._config.max_priority:
+            limit = self._config.max_priority
+            raise RequestError(f"priority: {request.priority} isn't within -{limit} and {limit}", param="priority")
         check_deadlines(request.deadlines, "accepted", time.time())
-        path = self._dispatcher.path(request)
+        try:
+            path = self._dispatcher.path(request)
+        except CapacityError as error:
+            self._dispatcher.refused(request, error)
+            raise
         journey = Journey(
             self._bus,
             self._dispatcher,
@@ -128,7 +138,7 @@ class PrefillRouter:
     def on_result(self, subject: str, payload: bytes) -> None:
         """Take a prefill leg's outcome; one that nobody waits for is given back."""
         result = cast("PrefillResult", decode(payload, cast("type[object]", PrefillResult)))
-        self._dispatcher.prefill_over(result.attempt_id)
+        self._dispatcher.prefill_over(result.attempt_id, is_done=not isinstance(result, PrefillFailed))
         journey = self._find(result.attempt_id)
         if journey is not None:
             journey.post(result)
@@ -205,7 +215,14 @@ def _kv_desk(config: RouterConfig) -> KvDesk | None:
     if config.policy != "kv":
         return None
     return KvDesk(
-        KvSettings(temperature_s=config.kv_temperature_s),
+        KvSettings(
+            temperature_s=config.kv_temperature_s,
+            local=LocalSettings(
+                is_on=config.kv_local_prefill,
+                max_tokens=config.kv_max_local_tokens,
+                max_stolen_tokens=config.kv_max_stolen_tokens,
+            ),
+        ),
         KvMemory(max_blocks=config.kv_index_blocks, routed_ttl_s=config.kv_routed_ttl_s),
         random.Random(),
     )

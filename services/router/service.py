@@ -20,6 +20,7 @@ from schemas.worker import ServiceRecord
 from services.config import RouterConfig
 from services.router.fleet_watch import FleetWatch
 from services.router.kv_sync import KvSync
+from services.router.reporter import Reporter
 from services.router.router import PrefillRouter
 
 GIVE_UP_S = 2.0
@@ -51,6 +52,7 @@ async def run_router(
             register(bus, record, lambda: (router.num_routed, False)) as registration,
         ):
             scope.spawn(fleet_watch.run(), "fleet watch")
+            scope.spawn(Reporter(bus, router.tally, router=record.id, epoch=record.epoch).run(), "report")
             if sync is not None:
                 scope.spawn(sync.run(), "KV sync")
             ready(router)

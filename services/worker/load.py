@@ -58,6 +58,7 @@ class LoadReporter:
             pass_tokens=load.pass_tokens,
             pass_age_s=load.pass_age_s,
             prefill_cost=load.prefill_cost,
+            transfer_cost=load.transfer_cost,
             last_kv_event=self._kv.published_id,
             dispatched=dict(self._dispatched),
             kv_transfer_bytes=load.kv_transfer_bytes,

@@ -62,12 +62,14 @@ def test_every_subject_of_the_table_has_its_method_and_wildcard() -> None:
         SUBJECTS.admin("w", "drain"),
         SUBJECTS.kv_events("m", "w"),
         SUBJECTS.load("m", "w"),
+        SUBJECTS.router_report("r"),
         SUBJECTS.heartbeat("worker", "w"),
     ]
     rows = [row.pattern for row in SUBJECT_TABLE if not row.pattern.startswith("_")]
     assert [one.split(".")[2] for one in made] == [row.split(".")[0] for row in rows]
     assert [one.count(".") - 2 for one in made] == [row.count(".") for row in rows]
     assert SUBJECTS.load("m", "w").startswith(SUBJECTS.all_loads[:-1])
+    assert SUBJECTS.router_report("r").startswith(SUBJECTS.all_router_reports[:-1])
     assert SUBJECTS.heartbeat("router", "r").startswith(SUBJECTS.all_heartbeats[:-1])
     assert render_table().count("\n") == len(SUBJECT_TABLE) + 1
 

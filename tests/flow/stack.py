@@ -16,11 +16,13 @@ from bus.life import DEFAULT_PATIENCE
 from bus.patience import Patience
 from bus.server import NatsServer
 from schemas.errors import NoRespondersError
+from schemas.explanation import ExplainRequest, Explanation
 from schemas.frames import Accepted, Decoding, Finished, Frame, Prefilling, Tokens
 from schemas.hop import AcceptedHop, Drain
 from schemas.ids import WorkerId, new_attempt_id, new_request_id
+from schemas.message import decode
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
-from schemas.worker import Record, RuntimeConfig
+from schemas.worker import LoadReport, Record, RuntimeConfig
 from services.config import HandoffMode, PolicyName, RouterConfig, WorkerConfig
 from services.engines.protocol import Engine, EngineLoad
 from services.engines.registry import make_engine
@@ -118,6 +120,7 @@ class Stack:
         deadlines: Deadlines | None = None,
         temperature: float = 0.0,
         num_logprobs: int | None = None,
+        priority: int = 0,
     ) -> Outcome:
         """Return the completion; `on_frame` returning True closes the stream at that frame, as a client leaves."""
         outcome = Outcome()
@@ -129,6 +132,7 @@ class Stack:
             request_id=new_request_id(),
             deadlines=deadlines or Deadlines(),
             num_logprobs=num_logprobs,
+            priority=priority,
         )
         async with contextlib.aclosing(stream) as batches:
             async for batch in batches:
@@ -137,6 +141,24 @@ class Stack:
                     if on_frame is not None and on_frame(frame):
                         return outcome
         return outcome
+
+    async def explain(self, id: str, router: str = "r0") -> Explanation:
+        """Return what a router says of an attempt or request."""
+        return await self.bus.ask(self.bus.subjects.router(router, "explain"), ExplainRequest(id=id), Explanation)
+
+    async def reported_idle(self, name: str) -> None:
+        """Return once that worker has told the routers that it has nothing to do."""
+        told = asyncio.Event()
+
+        def hear(subject: str, payload: bytes) -> None:
+            report = decode(payload, LoadReport)
+            if report.worker_id == name and report.running + report.waiting == 0:
+                told.set()
+
+        listening = await self.bus.listen(self.bus.subjects.all_loads, hear)
+        async with asyncio.timeout(5.0):
+            await told.wait()
+        await listening.stop()
 
     async def all_free(self, timeout_s: float = FREE_TIMEOUT_S) -> None:
         """Return once no worker holds a request or a block; raises with what is left otherwise."""
@@ -168,6 +190,7 @@ async def stack(
     policy: PolicyName = "least_loaded",
     num_routers: int = 1,
     is_strict: bool = False,
+    router: dict[str, object] | None = None,
     engine_args: dict[str, str] | None = None,
     lease_s: float = 10.0,
     max_waiting: int = 0,
@@ -183,7 +206,7 @@ async def stack(
         await here.client.start()
         async with asyncio.TaskGroup() as tasks:
             for number in range(num_routers):
-                start_router(here, tasks, f"r{number}", policy=policy, is_strict=is_strict)
+                start_router(here, tasks, f"r{number}", policy=policy, is_strict=is_strict, settings=router)
             for name in workers:
                 start_worker(
                     here,
@@ -206,11 +229,17 @@ async def stack(
 
 
 def start_router(
-    here: Stack, tasks: asyncio.TaskGroup, name: str, *, policy: PolicyName = "least_loaded", is_strict: bool = False
+    here: Stack,
+    tasks: asyncio.TaskGroup,
+    name: str,
+    *,
+    policy: PolicyName = "least_loaded",
+    is_strict: bool = False,
+    settings: dict[str, object] | None = None,
 ) -> None:
-    """Start one more router."""
+    """Start one more router; `settings`: further ones of RouterConfig."""
     here.router_stops[name] = asyncio.Event()
-    config = RouterConfig(id=name, policy=policy, is_strict=is_strict, drain_s=2.0)
+    config = RouterConfig(id=name, policy=policy, is_strict=is_strict, drain_s=2.0, **settings or {})  # type: ignore[arg-type]
     tasks.create_task(_router(here, config))
 
 

@@ -13,40 +13,41 @@ MakeConfig = Callable[..., RuntimeConfig]
 MakeRequest = Callable[..., GenerateRequest]
 
 
+def a_config(
+    worker: str,
+    role: Role,
+    *,
+    compat: str = "c1",
+    model: str = "m",
+    state: State = "ready",
+    handoff: Handoff = "after_prefill",
+    is_strict: bool = False,
+    max_waiting: int = 0,
+    model_digest: str = "d1",
+) -> RuntimeConfig:
+    return RuntimeConfig(
+        worker_id=WorkerId(worker),
+        epoch=Epoch(1),
+        model=model,
+        model_digest=model_digest,
+        role=role,
+        backend="sim",
+        state=state,
+        handoff=handoff,
+        compat=compat,
+        block_size=16,
+        total_kv_blocks=100,
+        max_num_seqs=8,
+        max_batched_tokens=512,
+        max_context_tokens=4096,
+        max_waiting=max_waiting,
+        is_strict=is_strict,
+    )
+
+
 @pytest.fixture
 def make_config() -> MakeConfig:
-    def make(
-        worker: str,
-        role: Role,
-        *,
-        compat: str = "c1",
-        model: str = "m",
-        state: State = "ready",
-        handoff: Handoff = "after_prefill",
-        is_strict: bool = False,
-        max_waiting: int = 0,
-        model_digest: str = "d1",
-    ) -> RuntimeConfig:
-        return RuntimeConfig(
-            worker_id=WorkerId(worker),
-            epoch=Epoch(1),
-            model=model,
-            model_digest=model_digest,
-            role=role,
-            backend="sim",
-            state=state,
-            handoff=handoff,
-            compat=compat,
-            block_size=16,
-            total_kv_blocks=100,
-            max_num_seqs=8,
-            max_batched_tokens=512,
-            max_context_tokens=4096,
-            max_waiting=max_waiting,
-            is_strict=is_strict,
-        )
-
-    return make
+    return a_config
 
 
 def a_request(

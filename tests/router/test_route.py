@@ -28,6 +28,7 @@ from services.router.route import (
     RequestFailed,
     Route,
     Say,
+    StaysOnDecode,
     WorkerLeft,
 )
 from tests.router.conftest import MakeRequest, a_request
@@ -106,6 +107,27 @@ def test_a_rendezvous_asks_decode_with_prefills_ack(make_request: MakeRequest) -
 
 def test_aggregated_asks_decode_without_params(make_request: MakeRequest) -> None:
     assert Route(make_request(), None).start() == [Ask(leg="decode")]
+
+
+@pytest.mark.parametrize("handoff", ["after_prefill", "rendezvous"])
+def test_a_prompt_that_stays_is_decodes_alone(make_request: MakeRequest, handoff: Handoff) -> None:
+    route = Route(make_request(), handoff)
+    assert kinds(route.start()) == ["Ask:prefill"]
+    assert route.handle(StaysOnDecode()) == []
+    assert route.handle(LegSent("decode", D)) == []
+    assert kinds(route.handle(LegAccepted("decode", D, EPOCH))) == []
+    assert (route.is_settled, route.stage) == (True, "handed_over")
+    assert kinds(route.handle(AbortAsked("client"))) == ["AbortLeg:decode"]
+
+
+def test_a_prompt_whose_decode_worker_is_busy_goes_the_usual_way(make_request: MakeRequest) -> None:
+    route = Route(make_request(), "after_prefill")
+    route.start()
+    route.handle(StaysOnDecode())
+    assert route.handle(LegBusy("decode")) == [Ask(leg="prefill")]
+    route.handle(LegAccepted("prefill", P, EPOCH))
+    assert kinds(route.handle(DONE)) == ["Ask:decode"]
+    assert kinds(route.handle(LegBusy("decode"))) == ["Ask:decode"]
 
 
 def test_a_result_that_overtakes_its_ack_waits_for_it(make_request: MakeRequest) -> None:
@@ -268,6 +290,7 @@ class World:
     asked: list[str] = field(default_factory=list)
     holding: set[str] = field(default_factory=set)
     terminals: int = 0
+    may_stay: bool = False
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for one in instructions:
@@ -287,6 +310,9 @@ class World:
     decode_acked: bool = False
 
     def ask(self, ask: Ask) -> None:
+        if self.may_stay and ask.leg == "prefill" and "decode" not in self.asked and self.rng.random() < 0.7:
+            assert self.route.handle(StaysOnDecode()) == []
+            ask = Ask(leg="decode")
         rendezvous = self.route.handoff == "rendezvous" and ask.leg == "prefill"
         worker = P if ask.leg == "prefill" else D
         self.asked.append(ask.leg)
@@ -334,14 +360,15 @@ class World:
     st.integers(0, 2**32),
     st.sampled_from([None, "after_prefill", "rendezvous"]),
     st.booleans(),
+    st.booleans(),
     st.lists(st.sampled_from(["abort", "deadline", "left_p", "left_d"]), max_size=2),
 )
 def test_whatever_happens_one_holder_ends_the_request_and_no_leg_is_left(
-    seed: int, handoff: Handoff | None, is_group: bool, incidents: list[str]
+    seed: int, handoff: Handoff | None, is_group: bool, may_stay: bool, incidents: list[str]
 ) -> None:
     rng = random.Random(seed)
     route = Route(a_request(), handoff)
-    world = World(route, rng, is_group)
+    world = World(route, rng, is_group, may_stay=may_stay)
     world.carry_out(route.start())
     happenings: dict[str, Event] = {
         "abort": AbortAsked("client"),

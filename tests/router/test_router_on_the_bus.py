@@ -106,6 +106,7 @@ async def stage(
     policy: PolicyName = "least_loaded",
     is_strict: bool = False,
     num_routers: int = 1,
+    settings: dict[str, object] | None = None,
 ) -> AsyncIterator[Stage]:
     """p* are prefill workers, d* decode, b* both; x* decode with other weights."""
     roles = {"p": "prefill", "d": "decode", "b": "both", "x": "decode"}
@@ -126,7 +127,12 @@ async def stage(
         async with asyncio.TaskGroup() as tasks:
             for number, bus in enumerate(router_buses):
                 config = RouterConfig(
-                    id=f"r{number}", policy=policy, is_strict=is_strict, ack_timeout_s=0.3, drain_s=1.0
+                    id=f"r{number}",
+                    policy=policy,
+                    is_strict=is_strict,
+                    ack_timeout_s=0.3,
+                    drain_s=1.0,
+                    **settings or {},  # type: ignore[arg-type]
                 )
                 tasks.create_task(run_router(bus, config, stop=stop, ready=routers.put_nowait))
             for _ in router_buses:

@@ -3,7 +3,7 @@
 import msgspec
 
 from schemas.errors import ErrorRecord
-from schemas.explanation import Bid, Choice, ExplainRequest, Explanation
+from schemas.explanation import Bid, Choice, ExplainRequest, Explanation, LocalPrefill, Refusal
 from schemas.frames import (
     Accepted,
     Decoding,
@@ -52,6 +52,7 @@ from schemas.peer import (
     WriteRequest,
 )
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
+from schemas.router_report import RouterReport, RoutingTotals
 from schemas.worker import Heartbeat, LoadReport, PrefillCost, RuntimeConfig, ServiceRecord
 
 ATTEMPT = AttemptId("attempt-0123456789abcd")
@@ -224,6 +225,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         pass_tokens=6,
         pass_age_s=0.25,
         prefill_cost=PrefillCost(num_passes=9, base_s=0.5, token_s=0.25, token2_s=0.125),
+        transfer_cost=PrefillCost(num_passes=3, base_s=0.5),
         last_kv_event=15,
         dispatched={"r1": 8},
         kv_transfer_bytes={"nixl": 9},
@@ -275,6 +277,38 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
                     ),
                 ),
                 best_overlap_tokens=32,
+                local=LocalPrefill(
+                    is_taken=False,
+                    reason="streams are running",
+                    worker=DECODE,
+                    local_s=0.5,
+                    remote_s=0.25,
+                    streams_lose_s=1.5,
+                    num_streams=3,
+                    cached_tokens=16,
+                    uncached_tokens=24,
+                ),
+            ),
+        ),
+        refusal=Refusal(reason="max_ttft", message="too late", estimate_s=2.5, limit_s=2.0, retry_after_s=0.5),
+    ),
+    RouterReport(
+        router="r1",
+        epoch=EPOCH,
+        totals=(
+            RoutingTotals(
+                model="m",
+                num_prompts=2,
+                num_prompt_tokens=80,
+                num_cached_tokens=32,
+                num_missed_tokens=16,
+                bypasses={"short prompt": 1},
+                refusals={"busy": 1},
+                num_estimates=1,
+                estimated_s=0.5,
+                actual_s=0.25,
+                error_sum_s=0.25,
+                error_counts=(0, 1),
             ),
         ),
     ),

@@ -149,6 +149,7 @@ class PagedEngine:
             **msgspec.structs.asdict(load),
             kv_transfer_bytes=dict(totals.kv_transfer_bytes),
             num_remote_prefills=totals.num_remote_prefills,
+            transfer_cost=totals.transfer_cost,
         )
 
     def agent(self) -> AgentMetadata:

@@ -22,12 +22,14 @@ from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.peer import Stranded
 from schemas.request import GenerateRequest
+from schemas.worker import PrefillCost
 from services.engines.paged.desk import BlocksReserved, ChunkComputed, Desk, PromptComputed
 from services.engines.paged.peers import PeerBook, Spawn
 from services.engines.pause import PausePoints
 from services.engines.protocol import Emit, EngineEvent, PeerLink
 from services.kv.lease import LeaseTable
 from services.kv.mover import Move, Mover
+from services.pass_times import PassTimes
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ LegNotice = BlocksReserved | ChunkComputed | PromptComputed
 RETRY_GAP_S = 0.05
 REMEMBER_S = 600.0
 SETTLE_QUICKLY_S = 0.5
+FIT_EACH_OF_FIRST = 8
+FIT_EVERY = 16
 
 
 class HandoffOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,16 @@ class Totals:
     def __init__(self) -> None:
         self.kv_transfer_bytes: dict[str, int] = {}
         self.num_remote_prefills = 0
+        self.transfer_cost: PrefillCost | None = None
+        self._fetch_times = PassTimes()
+        self._num_fetches = 0
+
+    def fetched(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens' KV were fetched in so long; fitted anew for the first few, then now and then."""
+        self._fetch_times.note(num_tokens, seconds)
+        self._num_fetches += 1
+        if self._num_fetches <= FIT_EACH_OF_FIRST or self._num_fetches % FIT_EVERY == 0:
+            self.transfer_cost = self._fetch_times.cost()
 
 
 class HandoffSite:

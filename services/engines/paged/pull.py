@@ -185,12 +185,15 @@ class PullDecode(DecodeLeg):
         num_bytes = await self._fetch(moves) if len(moves) else 0
         await self.site.pauses.wait("before_confirm", self.attempt_id)
         await self._confirm()
+        seconds = time.monotonic() - began
+        if num_bytes:
+            self.site.totals.fetched(len(moves) * self.site.block_size, seconds)
         return Arrival(
             first_token_id=ticket.first_token_id,
             first_logprobs=ticket.first_logprobs,
             num_cached_tokens=ticket.num_cached_tokens,
             num_bytes=num_bytes,
-            timings=msgspec.structs.replace(self.prefill_timings, transfer_s=time.monotonic() - began),
+            timings=msgspec.structs.replace(self.prefill_timings, transfer_s=seconds),
         )
 
     def _check_ticket(self) -> None:
