@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from deploy.service import ServiceName
 
 Id = Annotated[str | None, typer.Option("--id", help="Name in discovery; a fresh one by default.")]
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Topology: zone, rack, host; repeatable.")
+]
 Role = Annotated[str | None, typer.Option("--role", help="prefill, decode or both.")]
 
 
@@ -56,6 +59,7 @@ def worker(
     transfer: options.Transfer = None,
     id: Id = None,
     strict: options.Strict = None,
+    label: Labels = None,
     nats_url: options.NatsUrl = None,
     namespace: options.Namespace = None,
     config: options.ConfigFile = None,
@@ -65,7 +69,7 @@ def worker(
     """Run a worker: an engine that prefills, decodes or does both. It joins the running fleet by itself."""
     flags = shared(nats_url=nats_url, namespace=namespace, log_level=log_level, log_format=log_format)
     mine: dict[str, object] = {"role": role, "engine": engine, "model": model, "handoff": handoff}
-    mine |= {"engine_args": engine_arg, "transfer": transfer, "id": id, "is_strict": strict}
+    mine |= {"engine_args": engine_arg, "transfer": transfer, "id": id, "is_strict": strict, "labels": label}
     mine |= {"engine_words": engine_words or None, "engine_python": engine_python}
     _run("worker", config, flags | {"worker": mine})
 

@@ -121,6 +121,8 @@ class Stack:
         temperature: float = 0.0,
         num_logprobs: int | None = None,
         priority: int = 0,
+        session: str = "",
+        cache_salt: str = "",
     ) -> Outcome:
         """Return the completion; `on_frame` returning True closes the stream at that frame, as a client leaves."""
         outcome = Outcome()
@@ -133,6 +135,8 @@ class Stack:
             deadlines=deadlines or Deadlines(),
             num_logprobs=num_logprobs,
             priority=priority,
+            session=session,
+            cache_salt=cache_salt,
         )
         async with contextlib.aclosing(stream) as batches:
             async for batch in batches:
@@ -252,6 +256,7 @@ def start_worker(
     engine_args: dict[str, str] | None = None,
     lease_s: float = 10.0,
     max_waiting: int = 0,
+    labels: dict[str, str] | None = None,
     engine: Engine | None = None,
     on_death: Callable[[BaseException], None] | None = None,
 ) -> Member:
@@ -265,6 +270,7 @@ def start_worker(
         lease_s=lease_s,
         max_waiting=max_waiting,
         drain_s=3.0,
+        labels=labels or {},
         engine_args=engine_args or {},
     )
     member = here.members[name] = Member(engine or make_engine(config))
