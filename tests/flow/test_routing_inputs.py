@@ -32,7 +32,7 @@ async def totals_when(here: Stack, claim: Callable[[RoutingTotals], bool]) -> Ro
 
 async def test_a_request_of_higher_priority_overtakes_those_that_wait(nats_server: NatsServer, tmp_path: Path) -> None:
     engine_args = {"max_batched_tokens": "64", "pause_dir": str(tmp_path)}
-    async with stack(nats_server, "p0", "d0", policy="kv", engine_args=engine_args) as here:
+    async with stack(nats_server, "b0", policy="kv", engine_args=engine_args) as here:
         order: list[str] = []
 
         async def ask(name: str, first: int, priority: int) -> None:
@@ -42,7 +42,7 @@ async def test_a_request_of_higher_priority_overtakes_those_that_wait(nats_serve
                 return False
 
             prompt = [first, *range(200, 263)]
-            await here.generate(prompt, max_tokens=2, priority=priority, on_frame=note)
+            await here.generate(prompt, max_tokens=1, priority=priority, on_frame=note)
 
         pause = tmp_path / "before_prefill.pause"
         pause.touch()
@@ -50,7 +50,7 @@ async def test_a_request_of_higher_priority_overtakes_those_that_wait(nats_serve
             for number, (name, priority) in enumerate((("under way", 0), ("low", 0), ("lower", -1), ("high", 1))):
                 tasks.create_task(ask(name, 100 + number, priority))
                 waiting = number + 1
-                await here.until(lambda waiting=waiting: _held(here, "p0") == waiting)  # type: ignore[misc]
+                await here.until(lambda waiting=waiting: _held(here, "b0") == waiting)  # type: ignore[misc]
             pause.unlink()
         assert order == ["under way", "high", "low", "lower"]
 
