@@ -33,8 +33,11 @@ Realm = tuple[str, str, int]
 
 
 class _UnderWay(msgspec.Struct, frozen=True):
+    """`decoder`: who computes the prompt and decodes it: no result of its prefill comes."""
+
     routing: KvRouting
     number: int
+    decoder: WorkerId | None
 
 
 class KvDesk:
@@ -49,6 +52,7 @@ class KvDesk:
         self._configs: dict[WorkerId, RuntimeConfig] = {}
         self._prompts: OrderedDict[tuple[AttemptId, int], BlockHashes] = OrderedDict()
         self._under_way: OrderedDict[AttemptId, _UnderWay] = OrderedDict()
+        self._at_decoders: dict[WorkerId, dict[AttemptId, int]] = {}
         self._transfers: dict[str, dict[WorkerId, PrefillCost]] = {}
 
     @property
@@ -65,6 +69,7 @@ class KvDesk:
     def left(self, worker: WorkerId) -> None:
         """A worker is gone."""
         self.feed.forget(worker)
+        self._at_decoders.pop(worker, None)
         config = self._configs.pop(worker, None)
         if config is not None:
             self._transfers.get(config.compat, {}).pop(worker, None)
@@ -75,12 +80,18 @@ class KvDesk:
         """A worker's cache changed."""
         self.feed.on_events(events)
 
-    def on_report(self, report: LoadReport) -> None:
-        """A report says how far the worker's events should have come."""
+    def on_report(self, report: LoadReport, last_counted: int = 0) -> None:
+        """A report says how far the worker's events should have come, and, when no prompt waits there, that those of
+        our dispatches up to `last_counted` are computed, of whom no result tells."""
         self.feed.on_last_id(report.worker_id, report.epoch, report.last_kv_event)
         config = self._configs.get(report.worker_id)
         if report.transfer_cost is not None and config is not None:
             self._transfers.setdefault(config.compat, {})[report.worker_id] = report.transfer_cost
+        if not report.queued_prefill_tokens:
+            waiting = self._at_decoders.get(report.worker_id, {})
+            for attempt_id in [attempt_id for attempt_id, number in waiting.items() if number <= last_counted]:
+                del waiting[attempt_id]
+                self.over(attempt_id)
 
     def choose_prompt(self, request: GenerateRequest, candidates: Sequence[Candidate], now: float) -> Decision:
         """Return who computes the request's prompt (and, aggregated, decodes it); `candidates` isn't empty.
@@ -144,7 +155,10 @@ class KvDesk:
         capacity = config.total_kv_blocks * config.block_size
         routing.dispatched(number, decision, self._hashes(request, config.block_size), capacity, now)
         if config.has_kv_events:
-            self._under_way[request.attempt_id] = _UnderWay(routing, number)
+            decoder = None if config.role == "prefill" else config.worker_id
+            self._under_way[request.attempt_id] = _UnderWay(routing, number, decoder)
+            if decoder is not None:
+                self._at_decoders.setdefault(decoder, {})[request.attempt_id] = number
             if len(self._under_way) > MAX_UNDER_WAY:
                 self._under_way.popitem(last=False)
 
@@ -153,6 +167,8 @@ class KvDesk:
         one = self._under_way.pop(attempt_id, None)
         if one is not None:
             one.routing.prefilled(one.number)
+            if one.decoder is not None:
+                self._at_decoders.get(one.decoder, {}).pop(attempt_id, None)
 
     def _transfer_cost(self, compat: str) -> PrefillCost | None:
         """Return what fetching KV takes, by the decode worker that has fetched most often."""

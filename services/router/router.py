@@ -152,7 +152,7 @@ class PrefillRouter:
         report = decode(payload, LoadReport)
         self.book.report(report, time.monotonic())
         if self.kv is not None:
-            self.kv.on_report(report)
+            self.kv.on_report(report, report.dispatched.get(str(self.epoch), 0))
 
     def worker_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """A worker is gone, or begins anew: nothing that was on it is any more."""
