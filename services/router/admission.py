@@ -53,6 +53,7 @@ def as_error(refused: Refusal) -> AdmissionError:
 
 
 def _limits(estimate: Estimate, deadlines: Deadlines, now: float, max_ttft_s: float) -> list[_Limit]:
+    """Return the limits ahead; a deadline that has passed is told as that, by whoever watches it."""
     limits = [_Limit("max_ttft", estimate.ttft_s, max_ttft_s)] if max_ttft_s > 0 else []
     if deadlines.first_token is not None:
         limits.append(_Limit("first_token_deadline", estimate.ttft_s, deadlines.first_token - now))
@@ -60,4 +61,4 @@ def _limits(estimate: Estimate, deadlines: Deadlines, now: float, max_ttft_s: fl
         limits.append(_Limit("prefill_deadline", estimate.prefill_s, deadlines.prefill - now))
     if deadlines.total is not None:
         limits.append(_Limit("total_deadline", estimate.ttft_s, deadlines.total - now))
-    return limits
+    return [one for one in limits if one.limit_s > 0]

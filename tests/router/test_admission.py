@@ -44,6 +44,7 @@ def test_the_tightest_limit_refuses_with_estimate_and_limit_in_the_message(
         (Deadlines(), 0.0),
         (Deadlines(), 2.5),
         (Deadlines(first_token=NOW + 2.5, prefill=NOW + 2.0, total=NOW + 600.0), 3.0),
+        (Deadlines(first_token=NOW - 1.0), 0.0),  # that is a deadline's own error
         (Deadlines(queue=NOW + 0.1, transfer=NOW + 0.1, inter_token_s=0.1), 0.0),
     ],
 )
