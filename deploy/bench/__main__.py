@@ -11,7 +11,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("kv_transfer", "layer", "interference", "startup", "torch_engine", "routing")
+SECTIONS = (
+    "kv_transfer",
+    "layer",
+    "interference",
+    "startup",
+    "torch_engine",
+    "engine_model",
+    "prefix_index",
+    "routing",
+    "live_routing",
+)
 
 console = Console()
 

@@ -1,28 +1,45 @@
 """`busway replay`: a recorded trace against the router's policies, in virtual time on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from deploy.replay.scene import Scene
+
 POLICIES = ("round_robin", "least_loaded", "kv")
-ENGINE_MODELS = ("dynamo",)
+DYNAMO, TORCH = "dynamo", "torch"
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSON lines, or Azure CSV.", exists=True, dir_okay=False)],
+    trace: Annotated[
+        Path, typer.Argument(help="Mooncake JSON lines, Azure CSV, Vidur CSV.", exists=True, dir_okay=False)
+    ],
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Number of prefill workers.")] = 4,
     decode: Annotated[int, typer.Option("--decode", min=1, help="Number of decode workers.")] = 4,
     speed: Annotated[float, typer.Option("--speed", min=1e-6, help="How many times as fast requests come.")] = 1.0,
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=1e-6, help="Requests a second, for a trace without times (1).")
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option("--policy", help=f"{', '.join(POLICIES)}; repeatable, to compare (kv).")
     ] = None,
     engine_model: Annotated[
-        str, typer.Option("--engine-model", help="dynamo: the simulated GPU of Dynamo's own replay.")
-    ] = "dynamo",
+        str,
+        typer.Option(
+            "--engine-model",
+            help="dynamo: Dynamo's simulated engine and GPU. torch: busway's engine at the speed measured for "
+            "SmolLM2-135M. Or a file of your own measurement (python -m deploy.bench.engine_model).",
+        ),
+    ] = DYNAMO,
     requests: Annotated[int, typer.Option("--requests", min=0, help="Only so many requests; 0: all.")] = 0,
-    num_blocks: Annotated[int, typer.Option("--blocks", min=1, help="KV blocks of each worker.")] = 16384,
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens of a KV block.")] = 64,
+    num_blocks: Annotated[
+        int | None, typer.Option("--blocks", min=1, help="KV blocks of each worker (the engine model's).")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", min=1, help="Tokens of a KV block (the engine model's).")
+    ] = None,
     bus_delay_ms: Annotated[float, typer.Option("--bus-delay-ms", min=0, help="Age of what the router hears.")] = 1.0,
     coalesce_ms: Annotated[float, typer.Option("--coalesce-ms", min=0, help="Load reports wait for news.")] = 5.0,
     temperature_ms: Annotated[float, typer.Option("--temperature-ms", min=0, help="kv: draw around the best.")] = 0.0,
@@ -36,34 +53,27 @@ def replay(
     for name in chosen:
         if name not in POLICIES:
             raise UsageError(f"no policy {name!r} in a replay; there are {', '.join(POLICIES)}")
-    if engine_model not in ENGINE_MODELS:
-        raise UsageError(f"no engine model {engine_model!r}; there are {', '.join(ENGINE_MODELS)}")
 
     import msgspec
 
-    from deploy.replay.prefill_worker import EngineSize
     from deploy.replay.router_side import RouterSettings
-    from deploy.replay.simulation import Delays, Scene
-    from deploy.replay.timing import DynamoTiming
+    from deploy.replay.scene import Delays
     from deploy.replay.trace import TraceError, read_trace
     from services.router.kv_policy import KvSettings
 
-    scene = Scene(
-        num_prefill=prefill,
-        num_decode=decode,
+    scene = msgspec.structs.replace(
+        _engines(engine_model, prefill, decode, num_blocks, block_size),
         router=RouterSettings(kv=KvSettings(temperature_s=temperature_ms / 1e3), seed=seed),
-        size=EngineSize(num_blocks=num_blocks, block_size=block_size),
-        timing=DynamoTiming(pool_tokens=num_blocks * block_size),
         delays=Delays(bus_s=bus_delay_ms / 1e3, coalesce_s=coalesce_ms / 1e3),
     )
     try:
-        found = read_trace(trace, speed=speed, max_requests=requests)
+        found = read_trace(trace, speed=speed, max_requests=requests, rate=rate, seed=seed)
     except TraceError as error:
         raise UsageError(str(error)) from error
 
     import time
 
-    from deploy.replay.report import Run, print_runs, run_json
+    from deploy.replay.report import Run, peak_mib, print_runs, run_json
     from deploy.replay.simulation import Simulation
 
     runs = []
@@ -71,11 +81,47 @@ def replay(
         router = msgspec.structs.replace(scene.router, policy=name)
         start = time.perf_counter()
         outcome = Simulation(msgspec.structs.replace(scene, router=router)).run(found)
-        runs.append(Run(policy=name, outcome=outcome, wall_s=time.perf_counter() - start))
+        wall_s = time.perf_counter() - start
+        runs.append(Run(policy=name, outcome=outcome, wall_s=wall_s, peak_mib=peak_mib()))
     if json:
         shown = [run_json(run) for run in runs]
         print(msgspec.json.format(msgspec.json.encode(shown[0] if len(shown) == 1 else {"runs": shown})).decode())
     else:
         from rich.console import Console
 
-        print_runs(Console(), f"{trace.name} at {speed:g}x on {prefill}P{decode}D", runs)
+        print_runs(Console(), f"{trace.name} at {speed:g}x on {prefill}P{decode}D ({engine_model})", runs)
+
+
+def _engines(model: str, prefill: int, decode: int, num_blocks: int | None, block_size: int | None) -> "Scene":
+    """Return the fleet of an engine model; raises UsageError for one that there isn't."""
+    from deploy.errors import UsageError
+    from deploy.replay.engine_model import TORCH_MODEL, EngineModelError, read_engine_model
+    from deploy.replay.scene import EngineSize, Scene
+    from deploy.replay.timing import DynamoTiming
+
+    if model == DYNAMO:
+        plain = EngineSize()
+        size = EngineSize(num_blocks=num_blocks or plain.num_blocks, block_size=block_size or plain.block_size)
+        timing = DynamoTiming(pool_tokens=size.num_blocks * size.block_size)
+        return Scene(num_prefill=prefill, num_decode=decode, size=size, timing=timing)
+    path = TORCH_MODEL if model == TORCH else Path(model)
+    if not path.is_file():
+        raise UsageError(f"no engine model {model!r}; there are {DYNAMO}, {TORCH} and files of your own")
+    try:
+        measured = read_engine_model(path)
+    except EngineModelError as error:
+        raise UsageError(str(error)) from error
+    size = EngineSize(
+        num_blocks=num_blocks or measured.size.num_blocks,
+        block_size=block_size or measured.size.block_size,
+        max_num_seqs=measured.size.max_num_seqs,
+        max_batched_tokens=measured.size.max_batched_tokens,
+    )
+    return Scene(
+        num_prefill=prefill,
+        num_decode=decode,
+        size=size,
+        timing=measured.times,
+        kv_bytes_per_token=measured.kv_bytes_per_token,
+        gb_per_s=measured.gb_per_s,
+    )

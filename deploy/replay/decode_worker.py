@@ -11,7 +11,7 @@ from math import inf
 
 from deploy.replay.jobs import Job
 from deploy.replay.outcome import Outcome
-from deploy.replay.prefill_worker import EngineSize
+from deploy.replay.scene import EngineSize
 from deploy.replay.timing import DynamoTiming
 
 REPORT_PERIOD_S = 0.5

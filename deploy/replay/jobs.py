@@ -15,7 +15,7 @@ class Job(msgspec.Struct, kw_only=True):
     number: int
     request: TraceRequest
     hashes: BlockHashes
-    keys: list[int]
+    keys: list[int] = []
     dispatch: int = 0
     expected_cached: int = 0
     num_computed: int = 0

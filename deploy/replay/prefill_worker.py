@@ -6,20 +6,10 @@ blocks that one scheduling decision completes serve later prompts of the same pa
 
 from collections import deque
 
-import msgspec
-
 from deploy.replay.block_pool import BlockPool
 from deploy.replay.jobs import Job
+from deploy.replay.scene import EngineSize
 from deploy.replay.timing import DynamoTiming
-
-
-class EngineSize(msgspec.Struct, frozen=True, kw_only=True):
-    """Dynamo's defaults (aisimulate/crates/engine/src/config.rs@0894f5c6)."""
-
-    num_blocks: int = 16384
-    block_size: int = 64
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 8192
 
 
 class PrefillWorker:

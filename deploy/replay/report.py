@@ -1,5 +1,6 @@
 """A replay as a person reads it: a table of policies, distributions, loads over time."""
 
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +17,33 @@ MAX_WORKERS_SHOWN = 16
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy's replay and the seconds it took."""
+    """One policy's replay, the seconds it took, and the most memory the process had had by its end."""
 
     policy: str
     outcome: Outcome
     wall_s: float
+    peak_mib: float
 
 
 def run_json(run: Run) -> dict[str, Any]:
     """Return a run for programs."""
-    return {"policy": run.policy, **as_json(run.outcome), "wall_s": round(run.wall_s, 2)}
+    return {
+        "policy": run.policy,
+        **as_json(run.outcome),
+        "wall_s": round(run.wall_s, 2),
+        "peak_mib": round(run.peak_mib),
+    }
+
+
+def peak_mib() -> float:
+    """Return the most memory this process has had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
     """Print the table of all runs, then each run's plots."""
     table = Table(title=title, title_justify="left")
-    for name in ("policy", "TTFT ms", "p50", "p99", "ITL ms", "p99", "reuse", "requests", "took"):
+    for name in ("policy", "TTFT ms", "p50", "p99", "ITL ms", "p99", "reuse", "requests", "took", "memory"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for run in runs:
         ttft, itl = run.outcome.ttft(), run.outcome.itl()
@@ -42,8 +54,11 @@ def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
             f"{run.outcome.prefix_reuse:.3f}",
             f"{run.outcome.num_done:,}",
             f"{run.wall_s:.1f} s",
+            f"{run.peak_mib:,.0f} MiB",
         )
     console.print(table)
+    if any(run.outcome.num_refused for run in runs):
+        console.print(f"{runs[0].outcome.num_refused:,} requests refused: larger than a worker's pool")
     for run in runs:
         for line in plot_lines(run):
             console.print(line, highlight=False, soft_wrap=True)

@@ -11,14 +11,17 @@ from itertools import count
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from deploy.replay.jobs import Job
 from deploy.replay.outcome import Outcome
 from schemas.ids import Epoch, WorkerId
+from schemas.kv_events import KvChange, KvRemoved, KvStored
 from schemas.worker import LoadReport, RuntimeConfig
 from services.config import PolicyName
 from services.prefix_hash import BlockHashes
 from services.router.candidates import Candidate
+from services.router.kv_feed import names_of
 from services.router.kv_policy import KvPolicy, KvSettings
 from services.router.kv_routing import KvMemory, KvRouting
 from services.router.loads import LoadBook
@@ -26,6 +29,7 @@ from services.router.policies import Picker
 
 ReplayPolicy = Literal["round_robin", "least_loaded", "kv"]
 EPOCH = Epoch(1)
+NO_BLOCKS: BlockHashes = np.empty(0, dtype=np.uint64)
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +107,16 @@ class RouterSide:
         if self._kv is not None:
             self._kv.index.removed(worker, removed)
             self._kv.index.stored(worker, stored)
+
+    def on_changes(self, worker: WorkerId, changes: tuple[KvChange, ...]) -> None:
+        """A worker's cache changed, step by step."""
+        for change in changes:
+            if isinstance(change, KvStored):
+                self.on_events(worker, NO_BLOCKS, names_of(change.blocks))
+            elif isinstance(change, KvRemoved):
+                self.on_events(worker, names_of(change.blocks), NO_BLOCKS)
+            elif self._kv is not None:
+                self._kv.cleared(worker)
 
     def on_report(self, report: LoadReport, now: float) -> None:
         self.book.report(report, now)

@@ -1,14 +1,19 @@
 """Traces: when requests came, how long they were, and which prefixes they share.
 
-Two published formats. Mooncake (FAST 25; one JSON object a line: timestamp in ms, input_length, output_length,
-hash_ids, one for each 512 tokens, the last for what remains) and Azure LLM inference 2023 (CSV: TIMESTAMP,
-ContextTokens, GeneratedTokens; nothing of the contents, so nothing is shared).
+Three published formats, told apart by their first line:
+- Mooncake (FAST 25; one JSON object a line: timestamp in ms, input_length, output_length, hash_ids, one for each 512
+  tokens, the last for what remains);
+- Azure LLM inference 2023 (CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing of the contents, so nothing is
+  shared);
+- Vidur (CSV: num_prefill_tokens, num_decode_tokens; no contents and no times, so that arrivals are drawn).
 """
 
 import csv
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import numpy as np
@@ -48,49 +53,109 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
     hash_ids: tuple[int, ...]
 
 
-def read_trace(path: Path, *, speed: float = 1.0, max_requests: int = 0) -> list[TraceRequest]:
-    """Return the requests in order of arrival, the gaps between them divided by `speed`; raises TraceError."""
+def read_trace(
+    path: Path, *, speed: float = 1.0, max_requests: int = 0, rate: float | None = None, seed: int = 0
+) -> list[TraceRequest]:
+    """Return the requests in order of arrival, the gaps between them divided by `speed`; raises TraceError.
+
+    `rate`: requests a second of a trace that says nothing of times (1.0), whose gaps are then drawn by `seed` from an
+    exponential distribution; any other trace refuses it.
+    """
     try:
-        found = list(_azure(path) if path.suffix == ".csv" else _mooncake(path))
-    except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+        with path.open(newline="") as lines:
+            found, has_times = _read(lines)
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise TraceError(f"{path}: {error}") from error
     if not found:
         raise TraceError(f"{path}: no requests")
+    if not has_times:
+        found = _timed(found, 1.0 if rate is None else rate, random.Random(seed))
+    elif rate is not None:
+        raise TraceError(f"{path}: has times of its own; rate is for traces without, speed for all")
     found.sort(key=lambda one: one.arrival_s)
     start = found[0].arrival_s
     kept = found[:max_requests] if max_requests else found
     return [msgspec.structs.replace(one, arrival_s=(one.arrival_s - start) / speed) for one in kept]
 
 
-def _mooncake(path: Path) -> Iterator[TraceRequest]:
+def _read(lines: TextIO) -> tuple[list[TraceRequest], bool]:
+    """Return the requests as they stand, and whether they have times."""
+    first = lines.readline()
+    lines.seek(0)
+    if not first.strip():
+        return [], True
+    if first.lstrip().startswith("{"):
+        return list(_mooncake(lines)), True
+    columns = set(first.strip().split(","))
+    for names, read, has_times in _CSV_FORMATS:
+        if columns.issuperset(names):
+            return list(_rows(lines, read)), has_times
+    known = ", or ".join(f"CSV with the columns {', '.join(names)}" for names, _, _ in _CSV_FORMATS)
+    raise ValueError(f"of no known format: neither JSON lines (Mooncake) nor {known}")
+
+
+def _mooncake(lines: TextIO) -> Iterator[TraceRequest]:
     decoder = msgspec.json.Decoder(_MooncakeLine)
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
             one = decoder.decode(line)
-            if len(one.hash_ids) * HASH_TOKENS < one.input_length:
-                raise ValueError(f"line {number}: {len(one.hash_ids)} hash ids for {one.input_length} tokens")
-            if max(one.hash_ids, default=0) >= MAX_TOKEN_ID // HASH_TOKENS:
-                raise ValueError(f"line {number}: hash id {max(one.hash_ids)} is too large")
-            yield TraceRequest(
-                arrival_s=one.timestamp / 1000,
-                num_prompt_tokens=max(1, one.input_length),
-                max_tokens=max(1, one.output_length),
-                pieces=one.hash_ids,
-            )
+        except msgspec.DecodeError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        if len(one.hash_ids) * HASH_TOKENS < one.input_length:
+            raise ValueError(f"line {number}: {len(one.hash_ids)} hash ids for {one.input_length} tokens")
+        if max(one.hash_ids, default=0) >= MAX_TOKEN_ID // HASH_TOKENS:
+            raise ValueError(f"line {number}: hash id {max(one.hash_ids)} is too large")
+        yield TraceRequest(
+            arrival_s=one.timestamp / 1000,
+            num_prompt_tokens=max(1, one.input_length),
+            max_tokens=max(1, one.output_length),
+            pieces=one.hash_ids,
+        )
 
 
-def _azure(path: Path) -> Iterator[TraceRequest]:
+Lengths = tuple[float, int, int]
+"""Arrival in seconds, prompt tokens, tokens to generate."""
+
+
+def _rows(lines: TextIO, read: Callable[[dict[str, str]], Lengths]) -> Iterator[TraceRequest]:
+    """Read CSV: prompts that share nothing."""
     num_pieces = 0
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            num_tokens = max(1, int(row["ContextTokens"]))
-            own = range(num_pieces, num_pieces + -(-num_tokens // HASH_TOKENS))
-            num_pieces = own.stop
-            yield TraceRequest(
-                arrival_s=datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(),
-                num_prompt_tokens=num_tokens,
-                max_tokens=max(1, int(row["GeneratedTokens"])),
-                pieces=tuple(own),
-            )
+    for number, row in enumerate(csv.DictReader(lines), 2):
+        try:
+            arrival_s, num_tokens, max_tokens = read(row)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"line {number}: {error}") from error
+        own = range(num_pieces, num_pieces + -(-max(1, num_tokens) // HASH_TOKENS))
+        num_pieces = own.stop
+        yield TraceRequest(
+            arrival_s=arrival_s,
+            num_prompt_tokens=max(1, num_tokens),
+            max_tokens=max(1, max_tokens),
+            pieces=tuple(own),
+        )
+
+
+def _azure(row: dict[str, str]) -> Lengths:
+    arrival_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+    return arrival_s, int(row["ContextTokens"]), int(row["GeneratedTokens"])
+
+
+def _vidur(row: dict[str, str]) -> Lengths:
+    return 0.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])
+
+
+_CSV_FORMATS = (
+    (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure, True),
+    (("num_prefill_tokens", "num_decode_tokens"), _vidur, False),
+)
+
+
+def _timed(requests: list[TraceRequest], rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Return the requests with drawn arrivals (a Poisson process)."""
+    now, timed = 0.0, []
+    for one in requests:
+        timed.append(msgspec.structs.replace(one, arrival_s=now))
+        now += rng.expovariate(rate)
+    return timed

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.replay.outcome import LoadOverTime, Outcome, as_json, spread
-from deploy.replay.prefill_worker import EngineSize
 from deploy.replay.router_side import ReplayPolicy, RouterSettings
-from deploy.replay.simulation import Delays, Scene, Simulation
+from deploy.replay.scene import Delays, EngineSize, Scene
+from deploy.replay.simulation import Simulation
 from deploy.replay.timing import DynamoTiming
 from deploy.replay.trace import TraceError, TraceRequest, read_trace
 
@@ -180,14 +180,49 @@ def test_an_azure_trace_shares_nothing(tmp_path: Path) -> None:
     assert len({piece for one in requests for piece in one.pieces}) == sum(len(one.pieces) for one in requests)
 
 
+def test_a_vidur_trace_gets_arrivals_at_the_rate_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "vidur.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n" + "3772,54,3826,69.8\n" * 1000)
+    requests = read_trace(path, rate=10.0, seed=1)
+    assert {(one.num_prompt_tokens, one.max_tokens) for one in requests} == {(3772, 54)}
+    assert requests[-1].arrival_s == pytest.approx(100.0, rel=0.15)
+    assert requests == read_trace(path, rate=10.0, seed=1) != read_trace(path, rate=10.0, seed=2)
+    assert read_trace(path)[-1].arrival_s == pytest.approx(1000.0, rel=0.15)
+    assert len({piece for one in requests for piece in one.pieces}) == 8 * len(requests)
+
+
+def test_a_trace_with_times_refuses_a_rate() -> None:
+    with pytest.raises(TraceError, match="times of its own"):
+        read_trace(EXCERPT, rate=10.0)
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", '{"timestamp": 0}\n', '{"timestamp":0,"input_length":600,"output_length":1,"hash_ids":[1]}']
+    ("text", "words"),
+    [
+        ("", "no requests"),
+        ("{", "line 1"),
+        ('{"timestamp": 0}\n', "line 1: .*input_length"),
+        ('{"timestamp":0,"input_length":600,"output_length":1,"hash_ids":[1]}', "line 1: 1 hash ids for 600 tokens"),
+        ("time,tokens\n1,2\n", "no known format.*TIMESTAMP"),
+        ("once upon a time", "no known format"),
+        (AZURE + "2023-11-16 18:17:05.9799600,many,27\n", "line 5"),
+        (AZURE + "2023-11-16 18:17:05.9799600\n", "line 5"),
+        ("num_prefill_tokens,num_decode_tokens\n", "no requests"),
+    ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "trace.jsonl"
+def test_what_is_no_trace_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(TraceError):
+    with pytest.raises(TraceError, match=words):
         read_trace(path)
+
+
+def test_the_command_says_why_a_file_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time,tokens\n1,2\n")
+    result = CliRunner().invoke(app, ["replay", str(path)])
+    assert result.exit_code != 0
+    assert "no known format" in str(result.exception)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50)), min_size=1, max_size=30))

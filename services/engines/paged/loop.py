@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from msgspec import structs
-
 from schemas.errors import EngineError, ErrorRecord
 from schemas.frames import TokenLogprobs
 from schemas.ids import AttemptId
 from schemas.request import GenerateRequest
+from services.engines.paged.backlog import Backlog
 from services.engines.paged.desk import DeskLoad, Notify
 from services.engines.paged.limits import Limits
 from services.engines.paged.outbox import Outbox
@@ -24,20 +23,6 @@ from services.engines.paged.step_loop import Order, StepLoop
 from services.kv.layout import KvRegion
 
 T = TypeVar("T")
-
-
-class Backlog:
-    """Requests posted and not yet applied, so that load counts a request from the moment it was taken."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_requests = 0
-        self.num_prefill_tokens = 0
-
-    def add(self, num_requests: int, num_prefill_tokens: int) -> None:
-        with self._lock:
-            self.num_requests += num_requests
-            self.num_prefill_tokens += num_prefill_tokens
 
 
 class EngineThread:
@@ -148,14 +133,7 @@ class EngineThread:
 
     def load(self) -> DeskLoad:
         """Return the load, requests not yet applied included."""
-        load, backlog = self._steps.progress.added_to(self._scheduler.load(), time.monotonic()), self._backlog
-        if not backlog.num_requests:
-            return load
-        return structs.replace(
-            load,
-            waiting=load.waiting + backlog.num_requests,
-            queued_prefill_tokens=load.queued_prefill_tokens + backlog.num_prefill_tokens,
-        )
+        return self._backlog.added_to(self._steps.progress.added_to(self._scheduler.load(), time.monotonic()))
 
     def _submit(self, order: Order, num_prefill_tokens: int) -> None:
         if self._ended.done():
