@@ -124,7 +124,7 @@ class LiveFleet:
 
     def _ready(self) -> set[str]:
         fleet = self.fleet
-        records = [*fleet.workers.values(), *fleet.routers.values(), *fleet.gateways.values()]
+        records: list[Record] = [*fleet.workers.values(), *fleet.routers.values(), *fleet.gateways.values()]
         return {_id(record) for record in records if record.state == "ready"}
 
     async def _are_ready(self, urls: Iterable[str]) -> bool:
