@@ -11,6 +11,7 @@ RoleName = Literal["prefill", "decode", "both"]
 EngineName = Literal["torch", "sim", "vllm", "trtllm"]
 HandoffMode = Literal["pull", "rendezvous"]
 TransferName = Literal["nixl", "shm"]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,10 +51,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_temperature_s: float = 0.0
     kv_routed_ttl_s: float = 120.0
     kv_local_prefill: bool = False
-    kv_max_local_tokens: int = 1024
-    kv_max_stolen_tokens: int = 128
-    kv_max_ttft_s: float = 0.0
-    max_priority: int = 100
+    kv_max_local_tokens: NotNegative = 1024
+    kv_max_stolen_tokens: NotNegative = 128
+    kv_max_ttft_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    max_priority: NotNegative = 100
     is_strict: bool = False
     ack_timeout_s: float = 1.0
     max_dispatch_tries: int = 3

@@ -47,6 +47,8 @@ def test_engine_args_of_all_layers_are_merged_key_by_key() -> None:
         ({"worker": {"engine_args": "block_size"}}, ["worker.engine_args", "key=value"]),
         ({"worker": {"engine_args": "{"}}, ["worker.engine_args"]),
         ({"serve": {"prefill": -1}}, ["serve.prefill", ">= 0"]),
+        ({"router": {"max_priority": -1}}, ["router.max_priority", ">= 0"]),
+        ({"router": {"kv_max_ttft_s": -0.5}}, ["router.kv_max_ttft_s", ">= 0"]),
         ({"gateway": 7}, ["[gateway]", "section"]),
     ],
 )
