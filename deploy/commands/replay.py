@@ -43,6 +43,15 @@ def replay(
     bus_delay_ms: Annotated[float, typer.Option("--bus-delay-ms", min=0, help="Age of what the router hears.")] = 1.0,
     coalesce_ms: Annotated[float, typer.Option("--coalesce-ms", min=0, help="Load reports wait for news.")] = 5.0,
     temperature_ms: Annotated[float, typer.Option("--temperature-ms", min=0, help="kv: draw around the best.")] = 0.0,
+    local_prefill: Annotated[
+        bool, typer.Option("--local-prefill/--no-local-prefill", help="kv: prompts may stay on decode workers.")
+    ] = False,
+    max_local_tokens: Annotated[
+        int, typer.Option("--max-local-tokens", min=0, help="Most uncached tokens of a prompt that stays.")
+    ] = 1024,
+    max_stolen_tokens: Annotated[
+        int, typer.Option("--max-stolen-tokens", min=0, help="The same where streams are running.")
+    ] = 128,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
@@ -60,10 +69,20 @@ def replay(
     from deploy.replay.scene import Delays
     from deploy.replay.trace import TraceError, read_trace
     from services.router.kv_policy import KvSettings
+    from services.router.local_prefill import LocalSettings
 
+    engines = _engines(engine_model, prefill, decode, num_blocks, block_size)
+    local = LocalSettings(
+        is_on=local_prefill,
+        max_tokens=max_local_tokens,
+        max_stolen_tokens=max_stolen_tokens,
+        handoff_s=engines.handoff_s(bus_delay_ms / 1e3),
+    )
     scene = msgspec.structs.replace(
-        _engines(engine_model, prefill, decode, num_blocks, block_size),
-        router=RouterSettings(kv=KvSettings(temperature_s=temperature_ms / 1e3), seed=seed),
+        engines,
+        router=RouterSettings(
+            kv=KvSettings(temperature_s=temperature_ms / 1e3, local=local), seed=seed, transfer=engines.transfer_cost()
+        ),
         delays=Delays(bus_s=bus_delay_ms / 1e3, coalesce_s=coalesce_ms / 1e3),
     )
     try:

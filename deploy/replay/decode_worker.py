@@ -2,7 +2,8 @@
 
 Rules: facts of aisimulate/crates/engine/src scheduler/vllm/core.rs@269cc42c and handoff.rs@0894f5c6. A destination is
 reserved at once, or in order of coming; activated requests join at the next pass boundary; a request out of blocks
-preempts the newest, which is computed again.
+preempts the newest, which is computed again. A prompt that stays here (conditional disaggregation, which Dynamo's
+replay has not) is computed as a preempted one is: with the pass that it joins.
 """
 
 from collections import deque
@@ -53,6 +54,11 @@ class DecodeWorker:
     def num_requests(self) -> int:
         """Requests running, reserved for or waiting."""
         return len(self._running) + self.load.num_reserved + len(self.waiting)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens to be computed here that no pass has begun to compute."""
+        return sum(job.num_tokens for job in (*self.waiting, *(one for _, one in self._activated)) if job.is_local)
 
     @property
     def pass_end(self) -> float:
@@ -129,7 +135,7 @@ class DecodeWorker:
         self.load.num_reserved -= 1
         self.load.num_tokens += num_tokens
         self._growers[(clock.number - num_tokens) % self._size.block_size] += 1
-        return num_tokens if job.was_preempted else 0
+        return num_tokens if job.was_preempted or job.is_local else 0
 
     def _leave(self, number: int) -> "_Member":
         """Take a request out, its tokens and blocks with it."""
@@ -173,7 +179,7 @@ class DecodeWorker:
             self.waiting.popleft()
             load.num_blocks += num_blocks
             load.num_reserved += 1
-            if job.was_preempted:
+            if job.was_preempted or job.is_local:
                 self._activated.append((now, job))
             else:
                 self._on_reserved(job, now)

@@ -53,9 +53,15 @@ class DynamoFleet:
     def arrive(self, job: Job, now: float) -> None:
         """See Fleet."""
         job.keys = job.hashes.tolist()
+        if self._router.keeps_prompts_on_decode:
+            self._advance_decoders(now)
         self._router.hear(now)
-        job.prefill_worker = self._router.choose_prefill(job, now)
-        seat = self._seats[job.prefill_worker]
+        number = self._router.choose_prefill(job, now)
+        if job.is_local:
+            self._stay(job, number, now)
+            return
+        job.prefill_worker = number
+        seat = self._seats[number]
         seat.highest_dispatch = job.dispatch
         seat.worker.waiting.append(job)
         self._begin_soon(seat, now)
@@ -117,6 +123,15 @@ class DynamoFleet:
         self._advance_decoders(now)
         self._router.hear(now)
         number = job.decode_worker = self._router.choose_decode(job, now)
+        self._highest_at_decode[number] = job.decode_dispatch
+        self._decoders[number].take(job, now)
+        self._watch_queue(self._decoders[number])
+
+    def _stay(self, job: Job, number: int, now: float) -> None:
+        """Let a decode worker compute the prompt. It keeps no prefixes, so that nothing is cached there for others."""
+        self._router.on_stayed(job)
+        job.decode_worker, job.decode_dispatch, job.num_cached = number, job.dispatch, 0
+        self._outcome.prefilled(job)
         self._highest_at_decode[number] = job.decode_dispatch
         self._decoders[number].take(job, now)
         self._watch_queue(self._decoders[number])
@@ -183,6 +198,7 @@ class DynamoFleet:
             kv_blocks_used=decoder.load.num_blocks,
             kv_blocks_cached=0,
             kv_blocks_total=self._scene.size.num_blocks,
+            queued_prefill_tokens=decoder.num_queued_tokens,
             dispatched={str(EPOCH): self._highest_at_decode[number]},
         )
         self._outcome.load(report.worker_id, now, decoder.load.num_tokens)

@@ -9,7 +9,8 @@ from services.prefix_hash import BlockHashes
 class Job(msgspec.Struct, kw_only=True):
     """`num_computed`: prompt tokens with KV, cached ones included; `num_cached`: the prefix hit of its admission.
     `expected_cached`: what the router took for cached when it sent the prompt. `published` are the hashes of the
-    blocks it references, beside `num_private` blocks without one. Times in virtual seconds.
+    blocks it references, beside `num_private` blocks without one. `is_local`: a decode worker computes the prompt, no
+    prefill worker does. Times in virtual seconds.
     """
 
     number: int
@@ -22,6 +23,7 @@ class Job(msgspec.Struct, kw_only=True):
     num_cached: int = -1
     published: list[int] = []
     num_private: int = 0
+    is_local: bool = False
     prefill_worker: int = -1
     decode_worker: int = -1
     expected_at: float = 0.0

@@ -51,6 +51,7 @@ class Outcome:
     def __init__(self) -> None:
         self.num_done = 0
         self.num_refused = 0
+        self.num_local = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.end_s = 0.0
@@ -142,6 +143,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "prefix_reuse": round(outcome.prefix_reuse, 4),
         "requests": outcome.num_done,
         "refused": outcome.num_refused,
+        "stayed_on_decode": outcome.num_local,
         "estimate_error_ms": rounded(spread(errors_ms)),
         "overlap_given_up_tokens": float(np.mean(outcome.overlaps_missed)) if outcome.overlaps_missed else 0.0,
         "virtual_s": round(outcome.end_s, 3),

@@ -64,8 +64,13 @@ class PagedFleet:
             return
         self._jobs[request.attempt_id] = job, request
         self._router.hear(now)
-        job.prefill_worker = self._router.choose_prefill(job, now)
-        self._later(now, partial(self._prefill_asked, job, request))
+        number = self._router.choose_prefill(job, now)
+        if job.is_local:
+            job.decode_worker, job.decode_dispatch = number, job.dispatch
+            self._later(now, partial(self._whole_asked, job, request))
+        else:
+            job.prefill_worker = number
+            self._later(now, partial(self._prefill_asked, job, request))
 
     def settle(self) -> None:
         """See Fleet: everything is on the agenda."""
@@ -90,6 +95,14 @@ class PagedFleet:
         seat.worker.submit(lambda then: scheduler.hold(request, then, report_chunks=False), job.num_tokens, now)
         self._news(seat, now)
 
+    def _whole_asked(self, job: Job, request: GenerateRequest, now: float) -> None:
+        """The prompt stays on a decode worker."""
+        seat = self._decode[job.decode_worker]
+        seat.highest_dispatch = max(seat.highest_dispatch, job.decode_dispatch)
+        scheduler = seat.worker.scheduler
+        seat.worker.submit(lambda then: scheduler.generate(request, then), job.num_tokens, now)
+        self._news(seat, now)
+
     def _decode_asked(self, job: Job, request: GenerateRequest, now: float) -> None:
         seat = self._decode[job.decode_worker]
         seat.highest_dispatch = max(seat.highest_dispatch, job.decode_dispatch)
@@ -111,6 +124,7 @@ class PagedFleet:
                 case BlocksReserved():
                     self._blocks_reserved(notice, now)
                 case Finished():
+                    self._decoded(notice)
                     self._finished(seat, notice.attempt_id, now)
                 case _:
                     raise AssertionError(f"nobody asked for {notice}")
@@ -121,9 +135,18 @@ class PagedFleet:
         job, _ = self._jobs[attempt_id]
         if job.first_token_s < 0:
             self._outcome.first_token(job, now)
+            if job.is_local:
+                self._router.tell(now + self._scene.delays.bus_s, partial(self._router.on_stayed, job))
         else:
             gaps[now - job.last_token_at] += 1
         job.last_token_at = now
+
+    def _decoded(self, notice: Finished) -> None:
+        """Count the prompt of a request that no prefill worker has seen."""
+        job, _ = self._jobs[notice.attempt_id]
+        if job.is_local:
+            job.num_cached = notice.usage.cached_tokens
+            self._outcome.prefilled(job)
 
     def _prompt_computed(self, seat: _Seat, notice: PromptComputed, now: float) -> None:
         job, request = self._jobs[notice.attempt_id]

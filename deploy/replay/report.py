@@ -60,6 +60,9 @@ def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
     if any(run.outcome.num_refused for run in runs):
         console.print(f"{runs[0].outcome.num_refused:,} requests refused: larger than a worker's pool")
     for run in runs:
+        if run.outcome.num_local:
+            console.print(f"{run.policy}: {run.outcome.num_local:,} prompts stayed on decode workers")
+    for run in runs:
         for line in plot_lines(run):
             console.print(line, highlight=False, soft_wrap=True)
 

@@ -17,7 +17,7 @@ from deploy.replay.jobs import Job
 from deploy.replay.outcome import Outcome
 from schemas.ids import Epoch, WorkerId
 from schemas.kv_events import KvChange, KvRemoved, KvStored
-from schemas.worker import LoadReport, RuntimeConfig
+from schemas.worker import LoadReport, PrefillCost, RuntimeConfig
 from services.config import PolicyName
 from services.prefix_hash import BlockHashes
 from services.router.candidates import Candidate
@@ -33,10 +33,13 @@ NO_BLOCKS: BlockHashes = np.empty(0, dtype=np.uint64)
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`transfer`: what decode workers would have measured of their fetches (None: nothing to speak of)."""
+
     policy: ReplayPolicy = "kv"
     kv: KvSettings = KvSettings()
     memory: KvMemory = KvMemory()
     seed: int = 0
+    transfer: PrefillCost | None = None
 
 
 class RouterSide:
@@ -47,6 +50,8 @@ class RouterSide:
     ) -> None:
         self.book = LoadBook(EPOCH)
         self._outcome = outcome
+        self._transfer = settings.transfer
+        self.keeps_prompts_on_decode = settings.policy == "kv" and settings.kv.local.is_on
         self._configs: dict[str, list[RuntimeConfig]] = {"prefill": prefill, "decode": decode}
         self._numbers = {config.worker_id: index for side in (prefill, decode) for index, config in enumerate(side)}
         self._kv: KvRouting | None = None
@@ -73,15 +78,20 @@ class RouterSide:
             heapq.heappop(self._inbox)[2]()
 
     def choose_prefill(self, job: Job, now: float) -> int:
-        """Return the number of the worker that computes the prompt, and count the dispatch."""
+        """Return the number of the worker that computes the prompt, and count the dispatch; a decode worker's when
+        the prompt stays there (`job.is_local`)."""
         candidates = self._candidates("prefill", now)
         number = self.book.next_number()
         if self._kv is None:
             worker = self._picker.pick("prefill", candidates).config.worker_id
         else:
             decision = self._kv.choose_prefill(job.num_tokens, job.hashes, candidates, now)
-            worker = decision.worker
-            config = self._configs["prefill"][self._numbers[worker]]
+            if self.keeps_prompts_on_decode:
+                decoders = self._candidates("decode", now)
+                decision = self._kv.stay_or_go(job.num_tokens, job.hashes, decision, decoders, self._transfer)
+            worker, job.is_local = decision.worker, decision.is_local
+            self._outcome.num_local += job.is_local
+            config = self._configs["decode" if job.is_local else "prefill"][self._numbers[worker]]
             capacity = config.total_kv_blocks * config.block_size
             self._kv.dispatched(number, decision, job.hashes, capacity, now)
             job.expected_cached = decision.bid.cached_tokens
@@ -120,6 +130,11 @@ class RouterSide:
 
     def on_report(self, report: LoadReport, now: float) -> None:
         self.book.report(report, now)
+
+    def on_stayed(self, job: Job) -> None:
+        """A prompt that stayed on decode is computed, as the worker's next report would show."""
+        if self._kv is not None:
+            self._kv.prefilled(job.dispatch)
 
     def on_prefilled(self, job: Job) -> None:
         if self._kv is not None:

@@ -6,7 +6,7 @@ from deploy.replay.engine_model import StepTimes
 from deploy.replay.router_side import RouterSettings
 from deploy.replay.timing import DynamoTiming
 from schemas.ids import Epoch, WorkerId
-from schemas.worker import Role, RuntimeConfig
+from schemas.worker import PrefillCost, Role, RuntimeConfig
 
 
 class EngineSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +39,14 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays = Delays()
     kv_bytes_per_token: int = 0
     gb_per_s: float = 0.0
+
+    def handoff_s(self, bus_s: float) -> float:
+        """Return the seconds of the two hops more that a handoff takes here: Dynamo's replay has none."""
+        return 0.0 if isinstance(self.timing, DynamoTiming) else 2 * bus_s
+
+    def transfer_cost(self) -> PrefillCost | None:
+        """Return what decode workers here would measure of their fetches."""
+        return PrefillCost(num_passes=1, token_s=self.transfer_s(1)) if self.gb_per_s else None
 
     def transfer_s(self, num_tokens: int) -> float:
         """Return the seconds to move the KV of so many tokens."""
