@@ -31,9 +31,11 @@ POLICIES: tuple[ReplayPolicy, ...] = ("round_robin", "kv")
 
 
 class Desk:
-    """What a live router asks for one request, with every worker known and half of the prompt cached on some."""
+    """What a live router asks for one request, with every worker known and half of the prompt cached on some; with
+    `looks_at_decode` also whether its prefill stays on decode."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, looks_at_decode: bool) -> None:
+        self.looks_at_decode = looks_at_decode
         self.kv = KvRouting(KvPolicy(KvSettings(), random.Random(1)), BLOCK_SIZE, KvMemory())
         self.book = LoadBook(EPOCH)
         self.sides: dict[str, list[RuntimeConfig]] = {
@@ -61,14 +63,16 @@ class Desk:
         """Choose both legs for a prompt and count them, as for one request."""
         hashes = block_hashes(ids, BLOCK_SIZE)
         decision = self.kv.choose_prefill(len(ids), hashes, self.candidates("prefill"), 1.0)
+        if self.looks_at_decode:
+            decision = self.kv.stay_or_go(len(ids), hashes, decision, self.candidates("decode"), None)
         self.kv.dispatched(number, decision, hashes, 16384 * BLOCK_SIZE, 1.0)
         self.kv.prefilled(number)
         self.kv.choose_decode(len(ids), self.candidates("decode"), {})
 
 
-def measure_decision(num_tokens: int, num_workers: int, rounds: int) -> float:
+def measure_decision(num_tokens: int, num_workers: int, rounds: int, *, looks_at_decode: bool) -> float:
     """Return the CPU milliseconds of both choices for a request, hashing included."""
-    desk, rng = Desk(num_workers), np.random.default_rng(3)
+    desk, rng = Desk(num_workers, looks_at_decode=looks_at_decode), np.random.default_rng(3)
     ids = tuple(rng.integers(0, 150_000, num_tokens).tolist())
     half = block_hashes(ids[: num_tokens // 2], BLOCK_SIZE)
     for config in desk.sides["prefill"][::2]:
@@ -80,13 +84,16 @@ def measure_decision(num_tokens: int, num_workers: int, rounds: int) -> float:
 
 
 def measure_decisions(rounds: int) -> dict[str, dict[str, float]]:
-    """Return CPU milliseconds by prompt length and size of the fleet."""
+    """Return CPU milliseconds by prompt length, size of the fleet, and what is looked at."""
     return {
-        f"{num_workers}P{num_workers}D": {
-            f"isl {num_tokens}": measure_decision(num_tokens, num_workers, max(2, rounds * 8 // num_workers))
+        f"{num_workers}P{num_workers}D{', decode looked at' if looks_at_decode else ''}": {
+            f"isl {num_tokens}": measure_decision(
+                num_tokens, num_workers, max(2, rounds * 8 // num_workers), looks_at_decode=looks_at_decode
+            )
             for num_tokens in (128, 8192, 131_072)
         }
         for num_workers in (8, 1000)
+        for looks_at_decode in (False, True)
     }
 
 
