@@ -11,9 +11,9 @@ which costs a bad choice of the router's and nothing else.
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.kv_events import KvChange, KvCleared
-from services.engines.paged.cache_log import CacheLog
-from services.prefix_hash import chain, root_hash
+from schemas.kv_events import KvChange
+from services.engines.adapter.cache_names import CacheNames
+from services.prefix_hash import root_hash
 
 Rank = int
 
@@ -23,11 +23,14 @@ class KvEventBook:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._names: dict[tuple[Rank, int], int] = {}
-        self._num_holders: dict[int, int] = {}
+        self._names = CacheNames(block_size)
         self._last_ids: dict[Rank, int] = {}
         self._window_size = 0
-        self._log = CacheLog()
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks that are cached, in use or not."""
+        return self._names.num_blocks
 
     def take(self, event: Mapping[str, Any]) -> tuple[KvChange, ...]:
         """Return what an event changes. After a gap in a rank's event ids all names are forgotten, for what was
@@ -35,26 +38,23 @@ class KvEventBook:
         rank, event_id = int(event.get("attention_dp_rank") or 0), int(event["event_id"])
         last_id = self._last_ids.get(rank)
         self._last_ids[rank] = event_id
-        cleared: tuple[KvChange, ...] = ()
         if last_id is not None and event_id != last_id + 1:
             self._names.clear()
-            self._num_holders.clear()
-            cleared = (KvCleared(),)
         window_size = int(event.get("window_size") or 0)
         self._window_size = max(self._window_size, window_size)
         if window_size == self._window_size:
             self._apply(rank, event["data"])
-        return cleared + self._log.take()
+        return self._names.take()
 
     def _apply(self, rank: Rank, data: Mapping[str, Any]) -> None:
         if data["type"] == "stored":
             self._store(rank, data["parent_hash"], data["blocks"])
         elif data["type"] == "removed":
             for block_hash in data["block_hashes"]:
-                self._remove(rank, block_hash)
+                self._names.remove((rank, block_hash))
 
     def _store(self, rank: Rank, parent_hash: int | None, blocks: list[Mapping[str, Any]]) -> None:
-        parent = None if parent_hash is None else self._names.get((rank, parent_hash))
+        parent = None if parent_hash is None else self._names.name_of((rank, parent_hash))
         if parent_hash is not None and parent is None:
             return  # follows a block that was never told
         for block in blocks:
@@ -63,26 +63,7 @@ class KvEventBook:
                 return
             if parent is None:
                 parent = root_hash(block.get("cache_salt") or "")
-            (name,) = chain(parent, token_ids, self._block_size)
-            self._hold(rank, block["block_hash"], parent, name)
-            parent = name
-
-    def _hold(self, rank: Rank, block_hash: int, parent: int, name: int) -> None:
-        if (rank, block_hash) in self._names:
-            return
-        self._names[rank, block_hash] = name
-        self._num_holders[name] = self._num_holders.get(name, 0) + 1
-        if self._num_holders[name] == 1:
-            self._log.stored(parent, name)
-
-    def _remove(self, rank: Rank, block_hash: int) -> None:
-        name = self._names.pop((rank, block_hash), None)
-        if name is None:
-            return
-        self._num_holders[name] -= 1
-        if not self._num_holders[name]:
-            del self._num_holders[name]
-            self._log.removed(name)
+            parent = self._names.store((rank, block["block_hash"]), parent, token_ids)
 
 
 def _nameable_ids(block: Mapping[str, Any], block_size: int) -> list[int] | None:
