@@ -34,6 +34,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_context_tokens: int
     labels: dict[str, str]
+    metrics_url: str = ""
     running: int | None = None
     waiting: int | None = None
     kv_blocks_used: int | None = None
@@ -132,6 +133,7 @@ def worker_row(worker: RuntimeConfig, is_live: bool, load: LoadReport | None) ->
         max_num_seqs=worker.max_num_seqs,
         max_context_tokens=worker.max_context_tokens,
         labels=worker.labels,
+        metrics_url=worker.metrics_url,
         running=load.running if load else None,
         waiting=load.waiting if load else None,
         kv_blocks_used=load.kv_blocks_used if load else None,

@@ -21,7 +21,7 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     `revision` counts changes within an epoch. With more than `max_waiting` requests waiting the worker answers
     `busy` (0: it doesn't say). `can_resume_exactly`: a completion begun elsewhere (or here) goes on with the very same
     tokens, because noise is positional and arithmetic is deterministic. `has_kv_events`: it tells what its prefix
-    cache gains and loses (schemas.kv_events).
+    cache gains and loses (schemas.kv_events). `metrics_url` is where its engine's own series are scraped.
     """
 
     worker_id: WorkerId
@@ -52,6 +52,7 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     host: str = ""
     pid: int = 0
+    metrics_url: str = ""
 
 
 class ServiceRecord(Message, frozen=True, kw_only=True, omit_defaults=True, tag="service_record.v1"):

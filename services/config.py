@@ -67,6 +67,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `kv_load_failure`: what decode does when the KV can't be used. `engine_args` go to the engine verbatim;
     so do `engine_words`, what follows `--` on the command line, to engines that have a command line of their own.
     `engine_python` is the Python whose packages hold the engine ("": this one, or its venv in the cache).
+    `metrics_listen` is where /metrics is served, HOST:PORT with port 0 for a free one ("": nowhere).
     `max_waiting`: with so many requests waiting, further ones are answered `busy` (0: 4 x max_num_seqs + 64).
     """
 
@@ -86,3 +87,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_args: dict[str, str] = {}
     engine_words: tuple[str, ...] = ()
     engine_python: str = ""
+    metrics_listen: str = ""

@@ -35,6 +35,10 @@ EngineWords = Annotated[
 EnginePython = Annotated[
     str | None, typer.Option("--engine-python", help="Python of the engine's own environment, with busway in it.")
 ]
+MetricsListen = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="HOST:PORT", help="Serve /metrics there, with the engine's own series."),
+]
 Policy = Annotated[str | None, typer.Option("--policy", help="round_robin, least_loaded, kv or queue.")]
 Host = Annotated[str | None, typer.Option("--host", help="Address the gateway listens on.")]
 Port = Annotated[int | None, typer.Option("--port", help="Port the gateway listens on; 0: a free one.")]

@@ -60,6 +60,7 @@ def worker(
     id: Id = None,
     strict: options.Strict = None,
     label: Labels = None,
+    metrics: options.MetricsListen = None,
     nats_url: options.NatsUrl = None,
     namespace: options.Namespace = None,
     config: options.ConfigFile = None,
@@ -71,6 +72,7 @@ def worker(
     mine: dict[str, object] = {"role": role, "engine": engine, "model": model, "handoff": handoff}
     mine |= {"engine_args": engine_arg, "transfer": transfer, "id": id, "is_strict": strict, "labels": label}
     mine |= {"engine_words": engine_words or None, "engine_python": engine_python}
+    mine |= {"metrics_listen": metrics}
     _run("worker", config, flags | {"worker": mine})
 
 

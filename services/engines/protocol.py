@@ -5,7 +5,7 @@ An engine speaks in the words of the wire (schemas.frames and schemas.hop): it f
 decides where it goes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -32,12 +32,15 @@ class CacheChanged(msgspec.Struct, frozen=True, kw_only=True):
 
 EngineEvent = CacheChanged | Tokens | Finished | Failed | PrefillDone | PrefillEnded | PrefillFailed
 Emit = Callable[[Sequence[EngineEvent]], None]
+OwnMetrics = Callable[[], Awaitable[bytes]]
+"""Returns the engine's own Prometheus series as text, under its own names; awaited on the event loop."""
 
 
 class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine knows of itself; sizes as in schemas.worker.RuntimeConfig, from the engine, not flags.
 
-    `kv_layout` is the digest of everything both sides of a transfer must share.
+    `kv_layout` is the digest of everything both sides of a transfer must share. `own_metrics` is None where the engine
+    has no series but those of EngineLoad.
     """
 
     backend: str
@@ -58,6 +61,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     can_resume_exactly: bool = False
     has_kv_events: bool = False
     can_change_role: bool = False
+    own_metrics: OwnMetrics | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

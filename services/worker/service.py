@@ -3,10 +3,13 @@ leaves when it holds nothing that anyone still needs.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import version
+
+import msgspec
 
 from bus.cards import publish_card
 from bus.connection import Bus
@@ -70,7 +73,10 @@ class _Worker:
             scope.spawn(self._run_engine(), "engine")
             scope.spawn(self._forward_stop(), "stop")
             if await self._orders.unless_told_to_leave(self._profile):
-                await self._serve(scope, await self._profile, ready)
+                profile = await self._profile
+                me = runtime_config(self._config, profile, self._id, self._epoch)
+                async with _metrics(self._config.metrics_listen, me, profile) as url:
+                    await self._serve(scope, profile, msgspec.structs.replace(me, metrics_url=url), ready)
         if self._failure is not None:
             raise self._failure
 
@@ -106,8 +112,9 @@ class _Worker:
             self._kv.take(events)
             self._desk.emit(events)
 
-    async def _serve(self, scope: Scope, profile: EngineProfile, ready: Callable[[RuntimeConfig], None]) -> None:
-        me = runtime_config(self._config, profile, self._id, self._epoch)
+    async def _serve(
+        self, scope: Scope, profile: EngineProfile, me: RuntimeConfig, ready: Callable[[RuntimeConfig], None]
+    ) -> None:
         kv = self._kv = KvTeller(self._bus, me)
         loads = LoadReporter(self._bus, self._engine, kv, model=me.model, worker=self._id, epoch=self._epoch)
         desk = self._desk = LegDesk(self._engine, me, self._outlet, loads)
@@ -180,6 +187,18 @@ class _Worker:
     def _beat(self) -> tuple[int, bool]:
         load = self._engine.load()
         return load.progress, load.running + load.waiting > 0
+
+
+@contextlib.asynccontextmanager
+async def _metrics(listen: str, me: RuntimeConfig, profile: EngineProfile) -> AsyncIterator[str]:
+    """Serve /metrics where the settings say so, and yield its URL; the import costs a start that doesn't."""
+    if not listen:
+        yield ""
+        return
+    from services.worker.metrics import open_metrics
+
+    async with open_metrics(listen, me, profile.own_metrics) as url:
+        yield url
 
 
 def _owner_left(desk: LegDesk, kind: str, record: Record) -> None:
