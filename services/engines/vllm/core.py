@@ -12,7 +12,10 @@ from typing import Any
 
 from schemas.errors import EngineError
 from services.engines.vllm.launch import start_core
+from services.engines.vllm.own_metrics import OwnMetrics
+from services.engines.vllm.prefix_cache import PrefixCacheView
 from services.engines.vllm.stepper import Stepper
+from services.engines.vllm.warm_up import warm_up
 from services.engines.vllm.words import CoreRequest, CoreSpec, LaunchOptions, StepReport
 
 MIN_IDLE_S, MAX_IDLE_S = 0.001, 0.008  # between steps that only look at transfers: each costs a millisecond or two
@@ -44,9 +47,10 @@ class CoreThread:
 
         def run() -> None:
             try:
-                core, found = start_core(self._options)
+                core, config, found = start_core(self._options)
+                stepper = Stepper(core, PrefixCacheView(core, found.block_size), OwnMetrics(config))
+                warm_up(stepper, found)
                 loop.call_soon_threadsafe(_settle, spec, found, None)
-                stepper = Stepper(core)
                 self._serve(stepper, deliver)
             except BaseException as error:
                 loop.call_soon_threadsafe(_settle, spec, None, error)

@@ -16,7 +16,8 @@ from schemas.model_card import ModelCard
 from schemas.peer import ConfirmRequest, LeaseRequest, Verdict
 from services.engines.adapter.tick import TickEmitter
 from services.engines.paged.limits import Limits
-from services.engines.protocol import Emit, EngineLoad, EngineProfile, PeerLink
+from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
+from services.engines.vllm import own_metrics
 from services.engines.vllm.core import CoreThread
 from services.engines.vllm.decode import DecodeLeg
 from services.engines.vllm.prefill import PrefillLeg
@@ -155,6 +156,8 @@ class VllmEngine:
         if site is None:
             return
         self._gauges = report.gauges
+        if report.cache_changes:
+            site.ticks.add([CacheChanged(changes=report.cache_changes)])
         site.totals.num_transfer_bytes += report.num_bytes
         for output in report.outputs:
             leg = site.by_core_id.get(output.id)
@@ -204,6 +207,8 @@ class VllmEngine:
             engine_version=spec.version,
             tp_size=spec.tp_size,
             pp_size=spec.pp_size,
+            has_kv_events=spec.has_kv_events,
+            own_metrics=_own_metrics,
         )
 
 
@@ -224,6 +229,10 @@ def _limits(spec: CoreSpec, card: ModelCard) -> Limits:
         eos_token_ids=card.eos_token_ids,
         vocab_size=card.vocab_size,
     )
+
+
+async def _own_metrics() -> bytes:
+    return await asyncio.to_thread(own_metrics.text)
 
 
 async def _logged(coroutine: Coroutine[object, object, None], name: str) -> None:

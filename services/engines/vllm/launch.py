@@ -1,4 +1,4 @@
-"""Starting vLLM's engine core in this process. With stepper.py and translate.py the only modules that import vLLM.
+"""Starting vLLM's engine core in this process. Only this and its neighbours that step the core import vLLM.
 
 In process, not AsyncLLM: it starts in a fifth of the time (facts: 34 s for a pair against 181 s on two cores), its
 scheduler can be asked which blocks are still held, and each step's outputs come together instead of through one
@@ -21,14 +21,15 @@ DEFAULT_CONNECTOR = "NixlConnector"
 KV_FLAG = "--kv-transfer-config"
 
 
-def start_core(options: LaunchOptions) -> tuple[Any, CoreSpec]:
-    """Load the model and return a warm EngineCore with its spec; takes seconds to minutes.
+def start_core(options: LaunchOptions) -> tuple[Any, Any, CoreSpec]:
+    """Load the model and return an EngineCore, its VllmConfig and its spec; takes seconds to minutes.
 
     Raises RequestError for words that vLLM refuses, for an unknown connector and for data parallelism.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # also keeps a CPU worker in this process
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", options.side_channel_host)
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port(options.side_channel_host)))
+    os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # cache_events.py asks for blocks by their hash
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
@@ -36,7 +37,7 @@ def start_core(options: LaunchOptions) -> tuple[Any, CoreSpec]:
     if config.parallel_config.data_parallel_size > 1:
         raise RequestError("run one busway worker for each data-parallel replica", param="data_parallel_size")
     core = EngineCore(config, Executor.get_class(config), log_stats=True)
-    return core, _spec(core, config)
+    return core, config, _spec(core, config)
 
 
 def _vllm_config(options: LaunchOptions) -> Any:
@@ -47,6 +48,7 @@ def _vllm_config(options: LaunchOptions) -> Any:
     words, connector = take_flag(options.words, KV_FLAG)
     arguments = _parsed(parser, [*words, "--model", options.model_path])
     arguments.kv_transfer_config = _kv_transfer(connector, options)
+    arguments.kv_events_config = arguments.kv_events_config or _kv_events()
     try:
         return EngineArgs.from_cli_args(arguments).create_engine_config()
     except (ValueError, TypeError) as error:
@@ -80,6 +82,14 @@ def _kv_transfer(given: str | None, options: LaunchOptions) -> Any:
         return KVTransferConfig(**fields)
     except (ValueError, TypeError) as error:
         raise RequestError(f"vLLM refuses {KV_FLAG}: {error}", param="engine_words") from error
+
+
+def _kv_events() -> Any:
+    """Return the config by which the core notes its KV events: prefix_cache.py takes them where they would be published
+    (a setting of the user's own publishes them as well)."""
+    from vllm.config import KVEventsConfig
+
+    return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 
 
 def _error_of(said: str) -> str:
@@ -148,6 +158,7 @@ def _spec(core: Any, config: Any) -> CoreSpec:
         handshake=_handshake(core) if kv is not None else "",
         lease_s=float(kv.get_from_extra_config("kv_lease_duration", 30)) if kv is not None else 0.0,
         has_priorities=scheduler.policy == "priority",
+        has_kv_events=cache.enable_prefix_caching and config.kv_events_config.enable_kv_cache_events,
     )
 
 

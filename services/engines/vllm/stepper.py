@@ -1,10 +1,13 @@
 """A turn of the engine core: what goes in, what a step made of it, whose KV it still holds. Engine's thread only."""
 
+import time
 from typing import Any
 
 import msgspec
 
 from schemas.errors import RequestError
+from services.engines.vllm.own_metrics import OwnMetrics
+from services.engines.vllm.prefix_cache import PrefixCacheView
 from services.engines.vllm.sources import Source, poisoned_blocks, shares
 from services.engines.vllm.translate import from_core, note_events, to_core
 from services.engines.vllm.words import CoreGauges, CoreOutput, CoreRequest, StepReport
@@ -20,8 +23,10 @@ class _Running(msgspec.Struct, kw_only=True):
 class Stepper:
     """Feeds and steps one EngineCore."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, cache: PrefixCacheView, metrics: OwnMetrics) -> None:
         self._core = core
+        self._cache = cache
+        self._metrics = metrics
         self._running: dict[str, _Running] = {}
         self._unproven: dict[str, Source] = {}
         self._delayed: set[str] = set()
@@ -31,7 +36,8 @@ class Stepper:
 
     def has_work(self) -> bool:
         """Whether a step would do anything: look at transfers at least."""
-        return bool(self._own_outputs or self._core.scheduler.has_requests() or self._core.batch_queue)
+        core = self._core
+        return bool(self._own_outputs or core.scheduler.has_requests() or core.batch_queue or self._cache.has_news())
 
     def is_computing(self) -> bool:
         """Whether a request waits for tokens, not only for transfers."""
@@ -50,6 +56,9 @@ class Stepper:
         if request.is_unproven:
             self._unproven[request.id] = Source(vllm_request=vllm_request)
         self._core.add_request(vllm_request, wave)
+        self._metrics.submitted(
+            request.id, num_prompt_tokens=len(request.token_ids), max_tokens=vllm_request.max_tokens
+        )
 
     def abort(self, core_id: str) -> None:
         """End a request, in whatever state; no output follows. Fetched KV that nobody vouched for yet goes with it."""
@@ -86,12 +95,14 @@ class Stepper:
         raw, executed = self._core.step_fn()
         self._core.post_step(model_executed=executed)
         made = (raw or {}).get(0)
+        if made is not None:
+            self._metrics.note(made)
         outputs = [self._translated(one) for one in made.outputs] if made is not None else []
         own, self._own_outputs = self._own_outputs, []
         stats = made.scheduler_stats if made is not None else None
         connector = (stats.kv_connector_stats if stats is not None else None) or {}
-        freed, gauges = self._freed(), self._gauges()
-        if not (outputs or own or freed or connector or gauges != self._last_gauges):
+        freed, gauges, cache_changes = self._freed(), self._gauges(), self._cache.changes()
+        if not (outputs or own or freed or connector or cache_changes or gauges != self._last_gauges):
             return None
         self._last_gauges = gauges
         return StepReport(
@@ -100,6 +111,7 @@ class Stepper:
             num_expired=len(_series(connector, "num_kv_expired_reqs")),
             num_bytes=int(sum(_series(connector, "bytes_transferred"))),
             gauges=gauges,
+            cache_changes=cache_changes,
         )
 
     def shutdown(self) -> None:
@@ -108,6 +120,7 @@ class Stepper:
 
     def _end(self, core_id: str) -> None:
         self._running.pop(core_id, None)
+        self._metrics.left(core_id)
         self._core.abort_requests([core_id])
         if core_id in self._core.scheduler.requests:
             self._delayed.add(core_id)
@@ -143,7 +156,8 @@ class Stepper:
         scheduler = self._core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        return CoreGauges(blocks_used=used, num_delayed=len(self._delayed))
+        num_idle = self._cache.num_idle(time.monotonic())
+        return CoreGauges(blocks_used=used, blocks_cached=num_idle, num_delayed=len(self._delayed))
 
 
 def expire_leases(worker: Any, core_ids: list[str]) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from schemas.errors import BuswayError
 from schemas.frames import TokenLogprobs
 from schemas.ids import AttemptId
+from schemas.kv_events import KvChange
 
 NIXL_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
@@ -54,6 +55,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     handshake: str
     lease_s: float
     has_priorities: bool
+    has_kv_events: bool
 
     @property
     def is_nixl(self) -> bool:
@@ -97,7 +99,8 @@ class CoreOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreGauges(msgspec.Struct, frozen=True, kw_only=True):
-    """The core's own numbers after a step. `num_delayed`: finished requests whose blocks wait for a peer."""
+    """The core's own numbers after a step. `num_delayed`: finished requests whose blocks wait for a peer;
+    `blocks_cached` are those that hold KV which nobody uses."""
 
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -105,10 +108,12 @@ class CoreGauges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All of one step: outputs, requests whose delayed blocks became free, leases that ran out, bytes that came."""
+    """All of one step: outputs, requests whose delayed blocks became free, leases that ran out, bytes that came, and
+    what the prefix cache gained and lost before all that."""
 
     outputs: tuple[CoreOutput, ...]
     freed: tuple[str, ...]
     num_expired: int
     num_bytes: int
     gauges: CoreGauges
+    cache_changes: tuple[KvChange, ...] = ()
