@@ -68,10 +68,12 @@ class VllmKvTransferParams(Message, frozen=True, kw_only=True, tag="kv_transfer_
 class TrtllmDisaggregatedParams(Message, frozen=True, kw_only=True, tag="trtllm_disaggregated_params.v1"):
     """TensorRT-LLM: the fields of its DisaggregatedParams with opaque_state as base64.
 
-    `num_cached_tokens` is prefill's prefix hit; worker and epoch say who holds the KV until it is fetched.
+    The KV is of the first `num_tokens` tokens (0: it isn't said). `num_cached_tokens` is prefill's prefix hit; worker
+    and epoch say who holds the KV until it is fetched.
     """
 
     disaggregated_params: msgspec.Raw
+    num_tokens: int = 0
     num_cached_tokens: int = 0
     prefill_worker: WorkerId = WorkerId("")
     epoch: Epoch = Epoch(0)

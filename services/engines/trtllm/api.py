@@ -38,6 +38,7 @@ class CompletionOutput(Protocol):
     finish_reason: str | None
     stop_reason: int | str | None
     disaggregated_params: Any
+    request_perf_metrics: Any
 
 
 class RequestOutput(Protocol):

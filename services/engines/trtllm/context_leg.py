@@ -85,6 +85,7 @@ class ContextLeg(Leg):
         row = result.logprobs[0] if result.logprobs else None
         params = TrtllmDisaggregatedParams(
             disaggregated_params=to_wire(result.disaggregated_params, self._params, row),
+            num_tokens=self.num_tokens,
             num_cached_tokens=output.cached_tokens,
             prefill_worker=self.site.worker,
             epoch=self.site.epoch,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from schemas.errors import EngineError, ErrorRecord, RequestError, UnavailableError, error_from
+from schemas.errors import EngineError, ErrorRecord, KvMismatchError, RequestError, UnavailableError, error_from
 from schemas.handoff import TrtllmDisaggregatedParams
 from schemas.hop import DecodeRequest, PrefillEnded, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId
@@ -80,7 +80,7 @@ class TrtllmEngine:
                     tasks.create_task(_watch_statistics(llm, self._site.book), name="trtllm-statistics")
                 if llm.args.kv_cache_config.event_buffer_max_size:
                     book = KvEventBook(engine_profile.block_size)
-                    tasks.create_task(_watch_kv_events(llm, book, self._site.outbox), name="trtllm-kv-events")
+                    tasks.create_task(_watch_kv_events(llm, book, self._site), name="trtllm-kv-events")
                 ready(engine_profile)
                 await died
         finally:
@@ -114,6 +114,9 @@ class TrtllmEngine:
             return
         if params is not None and not isinstance(params, TrtllmDisaggregatedParams):
             raise RequestError(f"TensorRT-LLM can't use {type(params).__name__}", param="params")
+        num_tokens = len(request.token_ids) + len(request.resume)
+        if params is not None and params.num_tokens not in (0, num_tokens):
+            raise KvMismatchError(f"the KV is of a prompt of {params.num_tokens} tokens, the request has {num_tokens}")
         limits = site.engine.limits
         if limits.is_complete(request):
             site.outbox.add([resumed_end(request, limits.stop_ids(request))])
@@ -212,12 +215,13 @@ async def _watch_statistics(llm: Llm, book: LoadBook) -> None:
         await asyncio.sleep(STATISTICS_PAUSE_S)
 
 
-async def _watch_kv_events(llm: Llm, book: KvEventBook, outbox: TickEmitter) -> None:
+async def _watch_kv_events(llm: Llm, book: KvEventBook, site: Site) -> None:
     """Emit what changes in the engine's prefix cache; the iterator ends whenever nothing does."""
     while True:
         async for event in llm.get_kv_cache_events_async(timeout=EVENTS_IDLE_S):
             if changes := book.take(event):
-                outbox.add([CacheChanged(changes=changes)])
+                site.outbox.add([CacheChanged(changes=changes)])
+            site.book.num_cached_blocks = book.num_blocks
         await asyncio.sleep(EVENTS_PAUSE_S)
 
 

@@ -82,6 +82,7 @@ def profile(api: TrtllmApi, args: Any, card: ModelCard, capacity: Capacity) -> E
         engine_version=api.version,
         tp_size=args.tensor_parallel_size,
         pp_size=args.pipeline_parallel_size,
+        has_kv_events=bool(args.kv_cache_config.event_buffer_max_size),
         dp_size=args.tensor_parallel_size if args.enable_attention_dp else 1,
     )
 

@@ -127,6 +127,8 @@ class GenerationLeg(Leg):
         assert self._first_result_at is not None
         num_prompt, end = len(self.request.token_ids), seq + len(step.token_ids)
         is_remote = self._params is not None
+        kv_bytes = _kv_bytes(output) if is_remote else 0
+        self.site.book.totals.num_transfer_bytes += kv_bytes
         num_cached = self._params.num_cached_tokens if self._params is not None else output.cached_tokens
         first_s = self._first_result_at - self.started
         before = self._leg.prefill_timings
@@ -145,6 +147,7 @@ class GenerationLeg(Leg):
                 prefill_s=before.prefill_s if is_remote else first_s,
                 transfer_s=first_s if is_remote else 0.0,
                 decode_s=time.monotonic() - self._first_result_at,
+                kv_bytes=kv_bytes,
             ),
         )
 
@@ -158,6 +161,12 @@ async def _fetched(site: Site, request: GenerateRequest, params: TrtllmDisaggreg
         await site.peers.ask(params.prefill_worker, message, Verdict)
     except BuswayError as error:
         logger.debug("%s didn't hear that its KV was fetched: %s", params.prefill_worker, error.message)
+
+
+def _kv_bytes(output: RequestOutput) -> int:
+    """Return how many bytes of KV came for the request, as the engine's own metrics have it; 0 where it has none."""
+    metrics = output.outputs[0].request_perf_metrics
+    return 0 if metrics is None else int(metrics.timing_metrics.kv_cache_size)
 
 
 def worker_lost(worker: WorkerId) -> BuswayError:

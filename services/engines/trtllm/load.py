@@ -22,6 +22,7 @@ class Totals(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_transfer_bytes: int = 0
 
 
 class LiveLeg(Protocol):
@@ -42,10 +43,11 @@ class LiveLeg(Protocol):
 
 
 class LoadBook:
-    """One engine's load."""
+    """One engine's load. `num_cached_blocks` are those that its KV events have told of, in use or not."""
 
     def __init__(self, *, block_size: int, total_blocks: int, max_num_seqs: int, held: HeldKv) -> None:
         self.totals = Totals()
+        self.num_cached_blocks = 0
         self._block_size = block_size
         self._total_blocks = total_blocks
         self._max_num_seqs = max_num_seqs
@@ -71,19 +73,20 @@ class LoadBook:
         own_blocks = held_blocks + sum(self.num_blocks_for(leg.num_tokens) for leg in all_legs)
         if not own_blocks:
             self._used_blocks.clear()
+        used = min(self._total_blocks, sum(self._used_blocks.values()) or own_blocks)
         running = min(len(live), self._max_num_seqs)
         totals = self.totals
         return EngineLoad(
             running=running,
             waiting=len(live) - running,
             num_held=num_held + len(all_legs) - len(live),
-            kv_blocks_used=min(self._total_blocks, sum(self._used_blocks.values()) or own_blocks),
-            kv_blocks_cached=0,
+            kv_blocks_used=used,
+            kv_blocks_cached=min(self.num_cached_blocks, self._total_blocks - used),
             kv_blocks_total=self._total_blocks,
             kv_blocks_quarantined=0,
             queued_prefill_tokens=sum(leg.num_queued_tokens for leg in live),
             progress=totals.num_results + totals.num_iterations,
-            kv_transfer_bytes={},
+            kv_transfer_bytes={"transceiver": totals.num_transfer_bytes} if totals.num_transfer_bytes else {},
             num_remote_prefills=totals.num_remote_prefills,
             num_recomputed_tokens=totals.num_recomputed_tokens,
             num_prompt_tokens=totals.num_prompt_tokens,

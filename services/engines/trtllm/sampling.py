@@ -17,6 +17,8 @@ from services.engines.trtllm.api import PENALTIES_SINCE, TrtllmApi
 
 _SEED_MASK = 2**64 - 1
 _NO_END_ID = -1
+PERF_METRICS = "return_perf_metrics"
+"""Makes a request's last output say how many bytes of KV came for it [serve/openai_server.py #54820179511]."""
 
 
 class Abilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,8 @@ def sampling_kwargs(request: GenerateRequest, eos_token_ids: tuple[int, ...], ab
     if request.num_logprobs is not None:
         # 0 means none to older releases [S0: bool(self.logprobs)]: ask for one and keep the chosen token's.
         kwargs["logprobs"] = max(1, request.num_logprobs)
+    if PERF_METRICS in abilities.fields:
+        kwargs[PERF_METRICS] = True
     if unknown := kwargs.keys() - abilities.fields:
         raise RequestError(f"TensorRT-LLM {abilities.version} can't sample with {min(unknown)}", param=min(unknown))
     return kwargs

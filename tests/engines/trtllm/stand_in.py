@@ -18,6 +18,8 @@ Whose behaviour it follows (the keys are services/engines/trtllm/__init__.py's):
     end, and add no logprobs for it: py_executor.py X, PR #16691
   - context KV waits until fetched or kv_transfer_timeout_ms after `length` or `not_finished`, and isn't set up after
     `stop`: openai_disagg_service.py V
+  - with return_perf_metrics the last output says how many bytes of KV a transfer brought: openai_server.py
+    #54820179511, timing_metrics.kv_cache_size
   - KV events are numbered, name blocks by hashes of the engine's own (beyond int64 at times), and tell short blocks
     too: _utils.py #52995752
   - abort() is fire-and-forget and ends the stream as `cancelled`; after the end it does nothing: R. During a transfer
@@ -122,6 +124,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     detokenize: bool = True
+    return_perf_metrics: bool = False
     add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -147,6 +150,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     disaggregated_params: Any = None
+    request_perf_metrics: Any = None
 
 
 class RequestOutput:
@@ -198,6 +202,9 @@ class RequestOutput:
         if not self.finished:
             return
         output.finish_reason = response.finish_reason
+        if self._sampling.return_perf_metrics:
+            timing_metrics = SimpleNamespace(kv_cache_size=response.kv_cache_size)
+            output.request_perf_metrics = SimpleNamespace(timing_metrics=timing_metrics)
         stop_ids = self._sampling.stop_token_ids or ()
         if response.is_stop_word and output.token_ids[-1] in stop_ids:
             output.stop_reason = output.token_ids[-1]

@@ -16,6 +16,7 @@ from services.engines.sim.card import builtin_word_ids
 
 WORD_IDS = builtin_word_ids()
 Row = tuple[int, int]
+ROW_BYTES = 16
 
 
 @dataclass(kw_only=True)
@@ -92,6 +93,7 @@ class Request:
     unsent_rows: list[Any] = field(default_factory=list)
     cached_tokens: int = 0
     is_cancelled: bool = False
+    kv_cache_size: int = 0
 
 
 class Executor:
@@ -221,6 +223,7 @@ class Executor:
             return
         self.num_transfers += 1
         request.rows = list(found.rows)
+        request.kv_cache_size = ROW_BYTES * len(found.rows)
         request.phase = "decode"
         row: Any = None
         if request.sampling.logprobs and not self.switches.is_older:
@@ -356,6 +359,7 @@ class Executor:
                 new_token_ids=request.unsent,
                 new_logprobs=request.unsent_rows,
                 disaggregated_params=made,
+                kv_cache_size=request.kv_cache_size,
             )
         )
         request.unsent, request.unsent_rows = [], []

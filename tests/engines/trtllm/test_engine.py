@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from schemas.errors import AbortedError, EngineError, RequestError, WorkerLostError
+from schemas.errors import AbortedError, EngineError, KvMismatchError, RequestError, WorkerLostError
 from schemas.frames import Failed, Finished, Tokens
 from schemas.handoff import KvTicket, TrtllmDisaggregatedParams
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
@@ -275,13 +275,19 @@ async def test_a_decode_refusal_is_told_at_once_and_the_kv_times_out():
         done = await handed_over(scene["p"], request)
         for params, changes in (
             (done.params, {"stop": StopConditions(max_tokens=999)}),
-            (done.params, {"cache_salt": "x", "sampling": Sampling(seed=1, is_user_seeded=True), "resume": (300,)}),
+            (
+                done.params,
+                {"sampling": Sampling(seed=1, is_user_seeded=True), "token_ids": prompt(19), "resume": (300,)},
+            ),
             (_ticket(), {}),
             (TrtllmDisaggregatedParams(disaggregated_params=msgspec.Raw(b'{"opaque_state": 7}')), {}),
             (TrtllmDisaggregatedParams(disaggregated_params=msgspec.Raw(b"{}")), {}),
         ):
             with pytest.raises(RequestError):
                 scene["d"].engine.decode(decode_leg(msgspec.structs.replace(request, **changes), params))
+        longer = msgspec.structs.replace(request, token_ids=prompt(21))
+        with pytest.raises(KvMismatchError, match="20 tokens, the request has 21"):
+            scene["d"].engine.decode(decode_leg(longer, done.params))
         await scene.until_empty()
 
 
