@@ -31,13 +31,14 @@ EXTERNAL: dict[str, ExternalEngine] = {
 def move_to_engine(settings: Settings) -> None:
     """Become the same worker in its engine's Python, when that isn't this one; returns otherwise.
 
-    The process stays the same (exec), all settings go with it by the environment.
+    The process stays the same (exec), all settings go with it by the environment, and so does this source tree: the
+    environment was made once, perhaps by another checkout.
     """
     python = engine_python(settings.worker)
     if python is None or _prefix_of(python) == Path(sys.prefix).resolve():
         return
     words = [str(python), "-m", "deploy.child_main", "worker", settings.worker.id or settings.worker.role]
-    os.execve(python, words, os.environ | environment_of(settings))
+    os.execve(python, words, os.environ | environment_of(settings) | _same_source())
 
 
 def engine_python(config: WorkerConfig) -> Path | None:
@@ -55,6 +56,14 @@ def engine_python(config: WorkerConfig) -> Path | None:
         return None
     venvs = (models_root().parent / "engines" / f"{config.engine}-{number}" for number in engine.versions)
     return next((python for venv in venvs if (python := venv / "bin" / "python").exists()), None)
+
+
+def _same_source() -> dict[str, str]:
+    """Return the PYTHONPATH that leads to this very busway; nothing when it is installed among other packages."""
+    root = Path(__file__).resolve().parents[1]
+    if root.is_relative_to(Path(sys.prefix).resolve()):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
 
 
 def _prefix_of(python: Path) -> Path:

@@ -20,6 +20,8 @@ def in_words(error: Exception, name: str) -> CommandError:
             return UsageError(f"{name}: {error.message}")
         case BuswayError():
             return CommandError(f"{name}: {error.message}")
+        case ModuleNotFoundError():  # an engine or a transfer that isn't installed: it says how to
+            return UsageError(f"{name}: {error}")
         case OSError(errno=errno.EADDRINUSE):
             return UsageError(f"{name}: {error}")
         case OSError():

@@ -81,8 +81,11 @@ def _sim(config: WorkerConfig, engine_args: dict[str, str]) -> tuple[ModelRunner
 
 
 def _torch(config: WorkerConfig, engine_args: dict[str, str]) -> tuple[ModelRunner, KvTransfer, PausePoints]:
-    from services.engines.torch.runner import TorchRunner
-
+    try:
+        from services.engines.torch.runner import TorchRunner
+    except ModuleNotFoundError as error:
+        message = f"the engine torch needs {error.name}: pip install 'busway[torch]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
     runner = TorchRunner(config.model_path, config.model, engine_args)
     return runner, _transfer(config, gb_per_s=None), PausePoints()
 
