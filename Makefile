@@ -36,8 +36,12 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# make bench ENGINE=vllm: the torch engine beside that engine, in turns.
 bench: $(STAMP)
-	$(BIN)/python -m deploy.bench $(ARGS)
+ifneq ($(filter vllm,$(ENGINE)),)
+	deploy/engines/install.sh $(ENGINE)
+endif
+	$(BIN)/python -m deploy.bench $(ENGINE) $(ARGS)
 
 install: $(STAMP)
 

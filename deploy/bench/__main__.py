@@ -22,6 +22,8 @@ SECTIONS = (
     "routing",
     "live_routing",
 )
+EXTERNAL_SECTIONS = ("vllm",)
+"""These need an engine's own environment (deploy/engines/install.sh) and run only when named."""
 
 console = Console()
 
@@ -41,14 +43,18 @@ def show(name: str, result: dict[str, Any]) -> None:
 
 
 def main(
-    sections: Annotated[list[str] | None, typer.Argument(help=f"any of {', '.join(SECTIONS)}; all by default")] = None,
+    sections: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"any of {', '.join(SECTIONS)} (all of these by default), {', '.join(EXTERNAL_SECTIONS)}"),
+    ] = None,
     quick: Annotated[bool, typer.Option(help="one short turn each: shows that it runs, not how fast")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all figures there")] = None,
 ) -> None:
     """Measure in turns and print ratios; see each section's module for what is compared."""
-    unknown = set(sections or ()) - set(SECTIONS)
+    known = (*SECTIONS, *EXTERNAL_SECTIONS)
+    unknown = set(sections or ()) - set(known)
     if unknown:
-        raise typer.BadParameter(f"unknown section {sorted(unknown)[0]!r}; known: {', '.join(SECTIONS)}")
+        raise typer.BadParameter(f"unknown section {sorted(unknown)[0]!r}; known: {', '.join(known)}")
     results: dict[str, Any] = {"machine": f"{platform.processor() or platform.machine()}, {platform.platform()}"}
     for name in sections or SECTIONS:
         run: Callable[..., dict[str, Any]] = import_module(f"deploy.bench.{name}").run
