@@ -10,7 +10,7 @@ import pytest_asyncio
 from bus.server import NatsServer
 from tests.conformance.engines import EngineCase, params
 from tests.conformance.pair import MODEL, Desk, Pair, desk_of
-from tests.conformance.tiny_model import write_tiny_llama
+from tests.conformance.tiny_model import write_card, write_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model") / MODEL)
 
 
+@pytest.fixture(scope="session")
+def card_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_card(tmp_path_factory.mktemp("card") / MODEL)
+
+
 @pytest.fixture(scope="session", params=params())
 def pair(
     request: pytest.FixtureRequest, conformance_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
@@ -33,7 +38,7 @@ def pair(
     case: EngineCase = request.param
     if why := case.why_not():
         pytest.skip(why)
-    model = request.getfixturevalue("tiny_model") if case.needs_model else None
+    model = None if case.model == "none" else request.getfixturevalue(f"{case.model}_model")
     folder = tmp_path_factory.mktemp(case.name)
     for name in ("p", "d"):
         (folder / name).mkdir()

@@ -16,7 +16,7 @@ import msgspec
 
 from bus.connection import Bus
 from bus.server import NatsServer
-from schemas.errors import error_from
+from schemas.errors import BuswayError, error_from
 from schemas.frames import Failed, Finished, Frame, Tokens, decode_frames
 from schemas.handoff import BootstrapInfo, DisaggregatedParams
 from schemas.hop import (
@@ -46,15 +46,30 @@ _numbers = itertools.count(1)
 class WorkerProcess:
     """`busway worker`, restartable under the same id."""
 
-    def __init__(self, server: NatsServer, case: EngineCase, role: str, model: Path | None, folder: Path) -> None:
-        self.id = WorkerId(f"{case.name}-{role}")
+    def __init__(
+        self,
+        server: NatsServer,
+        case: EngineCase,
+        role: str,
+        model: Path | None,
+        folder: Path,
+        *,
+        id: str = "",
+        fleet: str = "",
+        served: str = MODEL,
+    ) -> None:
+        """`fleet` is its namespace (the case's own one), `served` the model's name where there is no folder."""
+        self.id = WorkerId(id or f"{case.name}-{role}")
         self.role = role
+        self.model = model
         self.log = folder / f"{role}.log"
         self._case = case
-        words = ["--engine", case.engine, "--role", role, "--id", self.id, "--namespace", namespace(case)]
-        words += ["--model", str(model) if model is not None else MODEL, "--config", str(folder / "busway.toml")]
+        words = ["--engine", case.engine, "--role", role, "--id", self.id]
+        words += ["--namespace", fleet or namespace(case)]
+        words += ["--model", str(model) if model is not None else served, "--config", str(folder / "busway.toml")]
         (folder / "busway.toml").write_text("[worker]\nlease_s = 6.0\n")
-        self._command = [sys.executable, "-m", "deploy.cli", "worker", *words, *case.flags]
+        words += case.flags if role == "prefill" else (*case.flags, *case.decode_flags)
+        self._command = [sys.executable, "-m", "deploy.cli", "worker", *words]
         self._environ = environment(case, folder) | {"BUSWAY_NATS_URL": server.internal_url}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -92,8 +107,12 @@ class WorkerProcess:
 
     def leave(self) -> int:
         """SIGTERM; return the exit code."""
-        assert self._process is not None
         self.ask_to_leave()
+        return self.exit_code()
+
+    def exit_code(self) -> int:
+        """Return the exit code of a worker that was asked to leave; killed when it doesn't within 30 s."""
+        assert self._process is not None
         try:
             return self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -122,7 +141,10 @@ class Pair:
             worker.wait_ready()
 
     def stop(self) -> None:
-        codes = [(worker, worker.leave()) for worker in (self.prefill, self.decode) if worker.is_alive()]
+        alive = [worker for worker in (self.prefill, self.decode) if worker.is_alive()]
+        for worker in alive:
+            worker.ask_to_leave()
+        codes = [(worker, worker.exit_code()) for worker in alive]
         for worker, code in codes:
             assert code == 0, worker.log.read_text()[-4000:]
 
@@ -227,6 +249,14 @@ class Desk:
         await self.ask_decode(request, params)
         return await self.outcome(request.attempt_id)
 
+    async def decode_if_taken(self, request: GenerateRequest, params: DisaggregatedParams) -> Outcome | None:
+        """Return the completion; None when decode refuses, at once or in the stream."""
+        try:
+            outcome = await self.decode(request, params)
+        except BuswayError:
+            return None
+        return None if isinstance(outcome.end, Failed) else outcome
+
     async def outcome(self, attempt: AttemptId) -> Outcome:
         """Return what the stream brought, up to its one terminal frame."""
         await self.until(lambda: any(isinstance(one, Finished | Failed) for one in self.frames(attempt)))
@@ -275,6 +305,10 @@ class Desk:
             while not claim():
                 self._news.clear()
                 await self._news.wait()
+
+    def has_news(self) -> None:
+        """Let `until` look again."""
+        self._news.set()
 
     def frames(self, attempt: AttemptId) -> list[Frame]:
         return self._frames.get(attempt, [])

@@ -10,8 +10,6 @@ from schemas.frames import Failed
 from tests.conformance.pair import Desk
 from tests.conformance.prompts import prompt
 
-FREE_S = 4.0  # below the lease: what is freed by then was freed, it didn't run out
-
 
 async def serves(desk: Desk) -> None:
     request = desk.request(prompt(45, salt=99), 4)
@@ -22,7 +20,7 @@ async def test_an_abort_while_prefill_computes(desk: Desk) -> None:
     request = desk.request(prompt(700, salt=31), 4)
     await desk.ask_prefill(request)
     await desk.abort(desk.pair.prefill.id, request.attempt_id)
-    await desk.until_free(FREE_S)
+    await desk.until_free(desk.pair.case.free_s)
     await serves(desk)
 
 
@@ -30,7 +28,7 @@ async def test_an_abort_when_the_kv_is_ready_and_not_fetched(desk: Desk) -> None
     request = desk.request(prompt(100, salt=32), 4)
     await desk.params(request)
     await desk.abort(desk.pair.prefill.id, request.attempt_id)
-    await desk.until_free(FREE_S)
+    await desk.until_free(desk.pair.case.free_s)
     await serves(desk)
 
 
@@ -40,7 +38,7 @@ async def test_an_abort_while_decode_waits_for_the_kv(desk: Desk) -> None:
     await desk.ask_decode(request, params)
     await desk.abort(desk.pair.decode.id, request.attempt_id)
     await desk.abort(desk.pair.prefill.id, request.attempt_id)
-    await desk.until_free(FREE_S)
+    await desk.until_free(desk.pair.case.free_s)
     await serves(desk)
 
 
@@ -50,7 +48,7 @@ async def test_an_abort_in_mid_stream(desk: Desk) -> None:
     await desk.ask_decode(request, params)
     await desk.until(lambda: desk.num_tokens(request.attempt_id) >= 3)
     await desk.abort(desk.pair.decode.id, request.attempt_id)
-    await desk.until_free(FREE_S)
+    await desk.until_free(desk.pair.case.free_s)
     assert desk.num_tokens(request.attempt_id) < 400
     await serves(desk)
 
@@ -66,20 +64,18 @@ async def test_forty_aborts_at_random_moments_leave_nothing(desk: Desk) -> None:
     async with asyncio.TaskGroup() as tasks:
         for number in range(40):
             tasks.create_task(one(number))
-    await desk.until_free(FREE_S)
+    await desk.until_free(desk.pair.case.free_s)
     await serves(desk)
 
 
 async def test_a_decode_that_refuses_lets_prefill_free_at_once(desk: Desk) -> None:
-    if desk.pair.case.handoff != "pull":
-        pytest.skip("a rendezvous asks decode first")
     request = desk.request(prompt(100, salt=35), 4)
     params = await desk.params(request)
     too_long = msgspec.structs.replace(request, stop=msgspec.structs.replace(request.stop, max_tokens=1_000_000))
     with pytest.raises(BuswayError, match="1000000"):
         await desk.ask_decode(too_long, params)
     await desk.abort(desk.pair.prefill.id, request.attempt_id)  # as the router does on a refusal
-    await desk.until_free(FREE_S)
+    await desk.until_free(desk.pair.case.free_s)
     await serves(desk)
 
 

@@ -1,8 +1,10 @@
-"""A Llama with random weights, small enough that an engine starts in seconds, and the sim model's tokenizer."""
+"""Model folders with the sim model's tokenizer: a Llama with random weights, small enough that an engine starts in
+seconds, and one without weights."""
 
 import json
 from pathlib import Path
 
+from schemas.model_card import ModelCard
 from services.engines.sim.card import builtin_card
 
 NUM_LAYERS = 2
@@ -29,7 +31,21 @@ def write_tiny_llama(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    _write_tokenizer(folder, card)
+    return folder
+
+
+def write_card(folder: Path) -> Path:
+    """Write all that a gateway needs of the sim model, and no weights."""
+    card = builtin_card()
+    folder.mkdir()
+    config = {"vocab_size": card.vocab_size, "max_position_embeddings": 2048, "eos_token_id": list(card.eos_token_ids)}
+    (folder / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(folder, card)
+    return folder
+
+
+def _write_tokenizer(folder: Path, card: ModelCard) -> None:
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
     settings = {"chat_template": card.chat_template, "eos_token": card.eos_token, "bos_token": card.bos_token}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder

@@ -1,5 +1,7 @@
 """What prefill and decode must share, and what a worker says of itself."""
 
+from itertools import permutations
+
 import msgspec
 import pytest
 
@@ -8,6 +10,7 @@ from schemas.model_card import ModelCard
 from services.config import WorkerConfig
 from services.engines.protocol import EngineProfile
 from services.worker.identity import compat_digest, runtime_config, worker_id
+from services.worker.peers import is_pair
 
 PROFILE = EngineProfile(
     backend="sim",
@@ -36,6 +39,22 @@ PROFILE = EngineProfile(
 )
 def test_workers_that_differ_where_kv_would_be_wrong_are_of_other_groups(change: dict[str, object]) -> None:
     assert compat_digest(msgspec.structs.replace(PROFILE, **change)) != compat_digest(PROFILE)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), list(permutations(("sim", "torch", "vllm", "sglang", "trtllm"), 2)))
+def test_an_engine_is_never_paired_with_one_of_another_kind_though_all_else_were_equal(
+    prefill: str, decode: str
+) -> None:
+    """An SGLang prefill worker and a vLLM decode worker, and every other two."""
+    records = [
+        runtime_config(
+            WorkerConfig(role=role), msgspec.structs.replace(PROFILE, backend=backend), WorkerId(backend), Epoch(1)
+        )
+        for role, backend in (("prefill", prefill), ("decode", decode))
+    ]
+    assert records[0].compat != records[1].compat
+    assert not is_pair(*records)
+    assert is_pair(records[0], msgspec.structs.replace(records[0], role="decode"))
 
 
 def test_sizes_that_dont_matter_to_kv_dont_part_workers() -> None:
