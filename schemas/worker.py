@@ -85,9 +85,10 @@ class Heartbeat(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hea
 
 class PrefillCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds of a worker's prefill pass of n prompt tokens: base_s + token_s * n + token2_s * n^2, as measured over
-    `num_passes` of them."""
+    `num_passes` of them, the largest of `max_tokens` (0: not told). Beyond that the formula is a guess."""
 
     num_passes: int = 0
+    max_tokens: int = 0
     base_s: float = 0.0
     token_s: float = 0.0
     token2_s: float = 0.0

@@ -28,11 +28,13 @@ class PassTimes:
         self._moments = np.zeros((3, 3))
         self._target = np.zeros(3)
         self._num_passes = 0
+        self._max_tokens = 0
         self._cost: PrefillCost | None = None
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A pass of so many prompt tokens, and nothing else of weight, took so long."""
         self._num_passes, self._cost = self._num_passes + 1, None
+        self._max_tokens = max(self._max_tokens, num_tokens)
         size = num_tokens / SCALE_TOKENS
         features = np.array((1.0, size, size * size))
         self._moments = FORGET * self._moments + np.outer(features, features)
@@ -68,6 +70,7 @@ class PassTimes:
     def _of(self, factors: dict[int, float]) -> PrefillCost:
         return PrefillCost(
             num_passes=self._num_passes,
+            max_tokens=self._max_tokens,
             base_s=factors.get(0, 0.0),
             token_s=factors.get(1, 0.0) / SCALE_TOKENS,
             token2_s=factors.get(2, 0.0) / SCALE_TOKENS**2,

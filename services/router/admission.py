@@ -2,7 +2,8 @@
 
 The limit is the earliest of its deadlines and the router's `max_ttft_s`. A request refused has cost nobody anything:
 no worker has heard of it. Nothing is refused for want of an estimate: while no worker has measured a pass, all are
-admitted; nor is a completion whose first token came long ago (`resume`): what it needs is to go on.
+admitted; nor is a completion whose first token came long ago (`resume`): what it needs is to go on. An estimate that
+refuses is a lower bound (estimates.least_prefill_s).
 """
 
 import msgspec

@@ -29,6 +29,9 @@ from services.router.tally import RoutingTally
 
 logger = logging.getLogger(__name__)
 
+TRIAL_EVERY_S = 10.0
+"""While estimates refuse everybody, an idle fleet takes one request in so long."""
+
 
 class Workers(Protocol):
     """Where the live workers come from: bus.discovery.Fleet."""
@@ -79,6 +82,7 @@ class Dispatcher:
         self._is_strict = is_strict
         self._result_subject = result_subject
         self._max_ttft_s = max_ttft_s
+        self._last_prompt_at: dict[str, float] = {}
 
     def path(self, request: GenerateRequest) -> Path:
         """Return who can take a new request's first leg; raises UnavailableError or CapacityError."""
@@ -163,7 +167,7 @@ class Dispatcher:
             if kv.local.is_on and may_stay:
                 decision = self._stay_or_go(kv, request, decision, path, compat)
         estimate = kv.estimate(request, decision, compat)
-        if estimate is None or request.resume:
+        if estimate is None or request.resume or self._is_trial(request.model, decision):
             return decision
         refused = refusal(estimate, request.deadlines, time.time(), self._max_ttft_s)
         if refused is None:
@@ -171,6 +175,12 @@ class Dispatcher:
         self.explanations.note(request, decision.choice)
         self._refuse(request, refused)
         raise as_error(refused)
+
+    def _is_trial(self, model: str, decision: Decision) -> bool:
+        """Whether to take a prompt without regard to estimates: somebody is idle, and has had none of us for long. An
+        estimate that was right once, or never, is only corrected by passes."""
+        is_idle = any(not bid.queued_tokens and not bid.pass_rest_s for bid in decision.choice.bids)
+        return is_idle and time.monotonic() - self._last_prompt_at.get(model, -TRIAL_EVERY_S) >= TRIAL_EVERY_S
 
     def _stay_or_go(self, kv: KvDesk, request: GenerateRequest, remote: Decision, path: Path, compat: str) -> Decision:
         """Return the decision after a look at the decode workers of that compatibility group."""
@@ -202,6 +212,7 @@ class Dispatcher:
             now, request = time.monotonic(), hop.message.request
             self.book.add(hop.worker, hop.number, hop.num_tokens, now, kv_tokens=len(request.token_ids))
             if self.kv is not None and hop.decision is not None and hop.decision.choice.leg == "prefill":
+                self._last_prompt_at[request.model] = now
                 self.kv.sent(request, hop.number, hop.decision, hop.config, now)
                 if hop.leg == "prefill" and hop.decision.is_measured:
                     self.tally.expect(request.attempt_id, request.model, hop.decision.score, now)

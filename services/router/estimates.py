@@ -26,6 +26,9 @@ DEFAULT_COST = PrefillCost(base_s=0.01, token_s=1e-4, token2_s=0.0)
 FEW_PASSES = 16
 """From so many passes on, a worker's own fit counts, not that of the most experienced."""
 
+TRUSTED_GROWTH = 8
+"""So many times the largest pass seen is as far as a fit is believed when a request would be refused by it."""
+
 MAX_CHUNK_TOKENS = 1 << 30
 
 
@@ -75,6 +78,17 @@ def prefill_s(cost: PrefillCost, num_tokens: int, max_batched_tokens: int) -> fl
     """Return the seconds to compute so many prompt tokens in passes of at most `max_batched_tokens`."""
     num_full, rest = divmod(num_tokens, max_batched_tokens)
     return (num_full * pass_s(cost, max_batched_tokens) if num_full else 0.0) + pass_s(cost, rest)
+
+
+def least_prefill_s(cost: PrefillCost, num_tokens: int, max_batched_tokens: int) -> float:
+    """Return seconds that so many prompt tokens take at least, as far as is known: a pass of more than TRUSTED_GROWTH
+    times the largest one seen counts as one of that size.
+
+    Sizes that are all alike tell no slope, small ones a bad one; and a long prompt that is guessed too slow to be let
+    in would never be measured."""
+    known = TRUSTED_GROWTH * cost.max_tokens or max_batched_tokens
+    num_full, rest = divmod(num_tokens, max_batched_tokens)
+    return num_full * pass_s(cost, min(max_batched_tokens, known)) + pass_s(cost, min(rest, known))
 
 
 def marginal_s(cost: PrefillCost, num_tokens: int, max_batched_tokens: int) -> float:

@@ -124,19 +124,18 @@ class KvDesk:
         return self._routing(config).stay_or_go(num_tokens, hashes, remote, decoders, transfer)
 
     def estimate(self, request: GenerateRequest, decision: Decision, compat: str) -> Estimate | None:
-        """Return when the chosen worker (at best) is expected to be done; None: nobody has measured anything.
+        """Return how soon the request may be served at best; None: too little has been measured to say.
         `compat`: of the prefill worker whose KV has to be moved yet; "": the prompt is computed where it is decoded."""
-        if not decision.is_measured:
+        if decision.least_s is None:
             return None
-        if decision.choice.local is not None and decision.is_local:
-            local_s = decision.choice.local.local_s
-            return Estimate(prefill_s=local_s, ttft_s=local_s)
-        prefill_s, move_s = decision.best_s, 0.0
-        if compat:
+        move_s = 0.0
+        if compat and not decision.is_local:
             transfer = self._transfer_cost(compat)
             num_tokens = len(request.token_ids) + len(request.resume)
-            move_s = self.local.handoff_s + (0.0 if transfer is None else pass_s(transfer, num_tokens))
-        return Estimate(prefill_s=prefill_s, ttft_s=prefill_s + move_s)
+            move_s = self.local.handoff_s
+            if transfer is not None:
+                move_s += pass_s(transfer, min(num_tokens, transfer.max_tokens or num_tokens))
+        return Estimate(prefill_s=decision.least_s, ttft_s=decision.least_s + move_s)
 
     def choose_decode(
         self, request: GenerateRequest, candidates: Sequence[Candidate], prefill_worker: WorkerId | None

@@ -21,7 +21,16 @@ import msgspec
 from schemas.explanation import Bid, Choice, LocalPrefill, NoBypassReason
 from schemas.ids import WorkerId
 from schemas.worker import PrefillCost
-from services.router.estimates import Link, Standing, cached_tokens, nearness, prefill_s, transfer_s
+from services.router.estimates import (
+    FEW_PASSES,
+    Link,
+    Standing,
+    cached_tokens,
+    least_prefill_s,
+    nearness,
+    prefill_s,
+    transfer_s,
+)
 from services.router.local_prefill import LocalSettings, Remote, least, verdict, weigh
 
 Leg = Literal["prefill", "decode"]
@@ -51,11 +60,13 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice, and the chosen worker's own bid. `is_measured`: its seconds rest on passes that somebody has made."""
+    """A choice, and the chosen worker's own bid. `is_measured`: its seconds rest on passes that somebody has made.
+    `least_s`: until the prompt is computed, wherever it might go, it takes at least that long; None: too few passes."""
 
     choice: Choice
     bid: Bid
     is_measured: bool = False
+    least_s: float | None = None
 
     @property
     def worker(self) -> WorkerId:
@@ -70,11 +81,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def is_local(self) -> bool:
         """Whether the prompt stays on a decode worker although there are prefill workers."""
         return self.choice.local is not None and self.choice.local.is_taken
-
-    @property
-    def best_s(self) -> float:
-        """The best bid's score: what could be had, where the choice is a draw or the session's."""
-        return min((bid.score for bid in self.choice.bids if bid.score is not None), default=self.score)
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +114,12 @@ class KvPolicy:
             num_candidates=len(standings),
             best_overlap_tokens=_best_overlap(prompt, standings),
         )
-        return Decision(choice=choice, bid=bids[index], is_measured=standings[index].is_measured)
+        return Decision(
+            choice=choice,
+            bid=bids[index],
+            is_measured=standings[index].is_measured,
+            least_s=_least_s(prompt, [standings[one] for one in bids]),
+        )
 
     def stay_or_go(
         self, prompt: Prompt, remote: Decision, standings: Sequence[Standing], transfer: PrefillCost | None
@@ -144,7 +155,9 @@ class KvPolicy:
             best_overlap_tokens=max(remote.choice.best_overlap_tokens, _best_overlap(prompt, among)),
             local=verdict(prompt.num_tokens, cached[index], standings[index], way, weighed[index]),
         )
-        return Decision(choice=choice, bid=bids[picked], is_measured=True)
+        return Decision(
+            choice=choice, bid=bids[picked], is_measured=True, least_s=_least_s(prompt, [among[one] for one in bids])
+        )
 
     def choose_decode(self, num_tokens: int, standings: Sequence[Standing], source: dict[str, str]) -> Decision:
         """Return who decodes a prompt of so many tokens, among those near; full pools last.
@@ -240,6 +253,19 @@ def _work_s(prompt: Prompt, standing: Standing) -> float:
     """Return the seconds to compute what is queued on a worker and then the prompt."""
     num_tokens = standing.queued_tokens + prompt.num_tokens - _cached(prompt, standing.worker)
     return prefill_s(standing.cost, num_tokens, standing.max_batched_tokens)
+
+
+def _least_s(prompt: Prompt, standings: Sequence[Standing]) -> float | None:
+    """Return the soonest that any of these may be done."""
+    if any(one.cost.num_passes < FEW_PASSES for one in standings):
+        return None
+    return min(
+        one.pass_rest_s
+        + least_prefill_s(
+            one.cost, one.queued_tokens + prompt.num_tokens - _cached(prompt, one.worker), one.max_batched_tokens
+        )
+        for one in standings
+    )
 
 
 def _prefill_bid(prompt: Prompt, standing: Standing, score: float, move_s: float) -> Bid:

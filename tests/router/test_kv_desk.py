@@ -76,7 +76,7 @@ def test_the_way_by_prefill_counts_the_transfer_that_decode_workers_have_measure
     assert plain is not None
     assert measured is not None
     assert measured.ttft_s == pytest.approx(plain.ttft_s + 0.5)
-    assert measured.prefill_s == plain.prefill_s == remote.score
+    assert measured.prefill_s == plain.prefill_s == pytest.approx(remote.score)
     local = desk.stay_or_go(attempt("x"), remote, [decode], hides_transfer=False).choice.local
     hidden = desk.stay_or_go(attempt("x"), remote, [decode], hides_transfer=True).choice.local
     assert local is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.explanation import LocalPrefill
 from schemas.ids import WorkerId
 from schemas.worker import PrefillCost
-from services.router.estimates import Standing, marginal_s, prefill_s
+from services.router.estimates import Standing, least_prefill_s, marginal_s, prefill_s
 from services.router.kv_policy import Decision, KvPolicy, KvSettings, Prompt
 from services.router.local_prefill import LocalSettings, Remote, weigh
 
@@ -147,6 +147,23 @@ def test_more_streams_never_make_a_prompt_stay_and_a_longer_queue_at_prefill_nev
     slower = msgspec.structs.replace(remote, prefill_s=remote.prefill_s + more)
     assert stays(where, remote) or not stays(busier, remote)
     assert stays(where, slower) or not stays(where, remote)
+
+
+@given(num_tokens=st.integers(1, 5000), max_tokens=st.integers(0, 900), max_batched=st.integers(1, 600))
+def test_a_lower_bound_is_one_and_the_estimate_itself_where_passes_were_seen(
+    num_tokens: int, max_tokens: int, max_batched: int
+) -> None:
+    cost = msgspec.structs.replace(COST, max_tokens=max_tokens)
+    least, estimate = least_prefill_s(cost, num_tokens, max_batched), prefill_s(cost, num_tokens, max_batched)
+    assert 0 < least <= estimate
+    if not max_tokens or min(num_tokens, max_batched) <= 8 * max_tokens:
+        assert least == estimate
+
+
+def test_small_passes_alone_say_little_of_a_long_prompt() -> None:
+    small = PrefillCost(num_passes=99, max_tokens=5, token_s=0.0166)
+    assert prefill_s(small, 10_000, 8192) > 100
+    assert least_prefill_s(small, 10_000, 8192) < 2
 
 
 @given(num_tokens=st.integers(1, 5000), max_batched=st.integers(1, 600))
