@@ -18,6 +18,7 @@ from nats.js.errors import APIError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
 from bus.connection import Bus
+from bus.patiently import patiently
 from bus.scope import raise_if_cancelled
 from bus.subjects import slug
 from schemas.errors import BusUnavailableError, RequestError
@@ -42,15 +43,15 @@ class CardNotFoundError(BusUnavailableError):
 async def publish_card(bus: Bus, card: ModelCard) -> None:
     """Publish a card under its digest, once; again after a reconnect if the server has lost it.
 
-    Raises BusUnavailableError when JetStream doesn't answer.
+    Raises BusUnavailableError when JetStream doesn't answer for long.
     """
-    await _put(bus, card)
-    raise_if_cancelled()
 
-    async def publish_again() -> None:
-        await _put(bus, card)
+    async def publish() -> None:
+        await patiently(lambda: _put(bus, card))
+        raise_if_cancelled()
 
-    bus.on_reconnect(publish_again)
+    await publish()
+    bus.on_reconnect(publish)
 
 
 async def fetch_card(bus: Bus, digest: str) -> ModelCard:

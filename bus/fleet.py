@@ -149,11 +149,11 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def watch(bus: Bus) -> AsyncIterator[Fleet]:
+async def watch(bus: Bus, *, timeout_s: float = FIRST_SNAPSHOT_TIMEOUT_S) -> AsyncIterator[Fleet]:
     """Watch the fleet for the length of the block, through every outage; the records are there at its start.
 
     Who is live shows within half a second more, as heartbeats come in. Raises BusUnavailableError when JetStream
-    can't be reached at the start.
+    can't be reached within `timeout_s` at the start.
     """
     fleet = Fleet(bus)
     has_snapshot = asyncio.Event()
@@ -163,7 +163,7 @@ async def watch(bus: Bus) -> AsyncIterator[Fleet]:
         scope.spawn(fleet.run(), "fleet")
         scope.spawn(keep_watching(bus, fleet, has_snapshot), "record watch")
         try:
-            async with asyncio.timeout(FIRST_SNAPSHOT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await has_snapshot.wait()
         except TimeoutError:
             raise BusUnavailableError("no snapshot of the fleet: is JetStream enabled?") from None

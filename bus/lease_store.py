@@ -54,7 +54,8 @@ class LeaseStore:
             )
         except APIError as error:
             if error.err_code != _STREAM_EXISTS_CODE:  # an operator's own bucket (replicas, …) is as good
-                raise BusUnavailableError(f"can't create bucket {self.bucket}: {error}") from error
+                why = "nobody answers, is JetStream enabled?" if error.code is None else str(error)
+                raise BusUnavailableError(f"can't create bucket {self.bucket}: {why}") from error
         except Error as error:
             raise BusUnavailableError(f"JetStream doesn't answer: {error}") from error
 

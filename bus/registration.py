@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from bus.connection import Bus
 from bus.lease_store import LeaseStore, WrongRevisionError
+from bus.patiently import patiently
 from bus.scope import open_scope, raise_if_cancelled
 from bus.subjects import ServiceName
 from schemas.errors import BusUnavailableError, BuswayError
@@ -164,13 +165,13 @@ async def register(bus: Bus, record: Record, beat: Beat) -> AsyncIterator[Regist
     """Be in the fleet for the length of the block. `beat` returns (progress, is_busy) and is called twice a second.
 
     Raises TakenOverError at once when a higher epoch holds the id, and out of the block when one takes it over;
-    BusUnavailableError when JetStream can't be reached at the start. Afterwards outages are survived. On leaving the
-    fleet hears it within milliseconds.
+    BusUnavailableError when JetStream takes nothing for long at the start. Afterwards outages are survived. On
+    leaving the fleet hears it within milliseconds.
     """
     registration = Registration(bus, record, beat)
     async with open_scope() as scope:
         echo = await bus.listen(registration.heartbeat_subject, registration.on_heartbeat)
-        await registration.claim()
+        await patiently(registration.claim)
         raise_if_cancelled()
         forget = bus.on_reconnect(registration.renew_soon)
         scope.spawn(registration.run(), "registration")

@@ -73,6 +73,17 @@ def test_the_message_table_lists_every_message() -> None:
     assert between("messages") == message_table()
 
 
+def test_every_row_of_the_failure_table_names_tests_that_exist() -> None:
+    rows = between("failures").splitlines()[2:]
+    assert len(rows) == 22
+    for row in rows:
+        named = re.findall(r"`(test_\w+)::(test_\w+)`", row)
+        assert named, row
+        for file, test in named:
+            source = (ROOT / "tests" / "faults" / f"{file}.py").read_text()
+            assert re.search(rf"^async def {test}\(", source, re.MULTILINE), test
+
+
 def test_the_walk_names_a_function_at_each_step() -> None:
     walk = PAGE.read_text().split("## The walk of one request")[1].split("## Subjects")[0]
     steps = re.split(r"\n(?=\d\. )", walk)[1:]

@@ -18,6 +18,7 @@ from bus.client import Client
 from bus.connection import Bus
 from bus.discovery import Fleet, register, watch
 from bus.fleet_state import ChangeKind
+from bus.patiently import START_PATIENCE_S
 from bus.scope import open_scope
 from schemas.ids import Epoch
 from schemas.worker import Record, RuntimeConfig, ServiceRecord
@@ -48,7 +49,7 @@ async def run_gateway(bus: Bus, config: GatewayConfig, *, stop: asyncio.Event, r
     """
     record = _record(config)
     with EncodingThreads() as threads:
-        async with watch(bus) as fleet:
+        async with watch(bus, timeout_s=START_PATIENCE_S) as fleet:
             await fleet.first_beats()  # else the first requests would hear that there is no such model
             gateway = await _assemble(bus, fleet, threads, config, record.id)
             async with open_scope() as scope, _listening(gateway.routes.application(), config) as (site, url):

@@ -103,14 +103,16 @@ class Dispatcher:
         """Return the leg's next hop; `compat` is the prefill worker's, "" for a first leg. Asked for a prefill leg it
         may be a decode leg without params, if `may_stay`: the prompt stays there.
 
-        Raises CapacityError when everyone is full or was tried, UnavailableError when the path is gone, AdmissionError
-        when the first token would come too late.
+        Raises CapacityError when everyone is full or was tried, UnavailableError when the path is gone (with a wait of
+        0 s where another has taken its place), AdmissionError when the first token would come too late.
         """
         if compat:
             candidates: Iterable[Candidate] = decode_partners(self._of_model(request.model), self._load_of, compat)
         else:
             now = self.path(request)
-            candidates = now.first if now.handoff == path.handoff else ()
+            if now.handoff != path.handoff:
+                raise UnavailableError("no prefill worker is left, or one has come", phase="queue", retry_after_s=0.0)
+            candidates = now.first
         left = [one for one in candidates if one.config.worker_id not in tried]
         if not left:
             raise CapacityError(f"no {ask.leg} worker has room", phase="queue", retry_after_s=RETRY_AFTER_S)

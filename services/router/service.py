@@ -12,6 +12,7 @@ import msgspec
 
 from bus.connection import Bus
 from bus.discovery import register, watch
+from bus.patiently import START_PATIENCE_S
 from bus.scope import open_scope
 from schemas.explanation import ExplainRequest
 from schemas.hop import Abort, Resend
@@ -32,7 +33,7 @@ async def run_router(
     """Serve until `stop` is set, then take nothing new and return once everything held has been handed over (at most
     `config.drain_s`). `ready` gets the serving router. Raises TakenOverError when another process took its id."""
     record = _record(config)
-    async with watch(bus) as fleet:
+    async with watch(bus, timeout_s=START_PATIENCE_S) as fleet:
         router = PrefillRouter(bus, config, fleet, record)
         fleet_watch = FleetWatch(bus, fleet, router)
         fleet.on_change(fleet_watch.on_change)

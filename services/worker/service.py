@@ -14,6 +14,7 @@ import msgspec
 from bus.cards import publish_card
 from bus.connection import Bus
 from bus.discovery import Fleet, Registration, register, watch
+from bus.patiently import START_PATIENCE_S
 from bus.scope import Scope, open_scope
 from bus.serving import Call
 from schemas.errors import EngineError, RequestError, UnavailableError
@@ -126,7 +127,7 @@ class _Worker:
         await self._subscribe(desk, loads, profile)
         tenure = Tenure(self._bus, desk, self._outlet, me)
         await tenure.open()
-        async with watch(self._bus) as fleet:
+        async with watch(self._bus, timeout_s=START_PATIENCE_S) as fleet:
             peers = PeerWatch(self._engine, me)
             fleet.on_change(peers.on_change)
             fleet.on_change(lambda kind, record: _owner_left(desk, kind, record))

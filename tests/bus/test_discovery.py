@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import nats
@@ -13,6 +13,7 @@ from bus.connection import Bus
 from bus.discovery import Fleet, TakenOverError, register, watch
 from bus.fleet_state import DEAD_AFTER_S
 from bus.lease_store import RECORD_TTL_S, LeaseStore
+from bus.patiently import patiently
 from bus.record_watch import RecordWatch
 from bus.server import NatsServer
 from schemas.ids import Epoch, WorkerId
@@ -298,6 +299,32 @@ async def test_a_callback_that_fails_doesnt_stop_the_others(bus_factory: BusFact
         changes = record_changes(fleet)
         async with register(bus, worker_record(), idle):
             await wait_until(lambda: changes == [("joined", 1)])
+
+
+async def test_who_joins_while_jetstream_is_away_waits_for_it() -> None:
+    """As a cluster's is for seconds after it has lost a node."""
+    async with NatsServer() as server, Bus.connect(server.internal_url, name="w", client_id="w") as bus:
+        server.kill()
+        tries: list[str] = []
+
+        async def join() -> None:
+            async with register(bus, worker_record(), idle):
+                tries.append("joined")
+
+        async def look(order: Callable[[], Awaitable[None]], **kwargs: float) -> None:
+            async def noted() -> None:
+                tries.append("try")
+                await order()
+
+            await patiently(noted, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bus.registration.patiently", look)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(join())
+                await wait_until(lambda: len(tries) >= 2, 15.0)
+                await server.start()
+        assert tries[-1] == "joined"
 
 
 async def test_a_heart_that_fails_ends_the_registration(bus_factory: BusFactory) -> None:

@@ -22,13 +22,14 @@ Via = Literal["http", "bus"]
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to ask for. `deadlines` are the bus client's only."""
+    """What to ask for. `deadlines` are the bus client's only, `is_streamed` is HTTP's."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 20
     seed: int = 7
     temperature: float = 1.0
     deadlines: Deadlines = Deadlines()
+    is_streamed: bool = True
     model: str = MODEL
 
 
@@ -193,9 +194,9 @@ async def ask_http(session: aiohttp.ClientSession, url: str, answer: Answer) -> 
         "max_tokens": ask.max_tokens,
         "seed": ask.seed,
         "temperature": ask.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
+    if ask.is_streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             answer.status = response.status
@@ -203,7 +204,10 @@ async def ask_http(session: aiohttp.ClientSession, url: str, answer: Answer) -> 
             if response.status != 200:
                 _fail(answer, await response.read())
                 return
-            await _read_events(response, answer)
+            if ask.is_streamed:
+                await _read_events(response, answer)
+            else:
+                _take_event(answer, orjson.loads(await response.read()))
     except aiohttp.ClientError as error:
         answer.error, answer.message = "connection_lost", repr(error)
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 
@@ -120,6 +121,7 @@ async def run_chaos(*, seconds: float, seed: int, handoff: HandoffMode) -> Repor
     rng = random.Random(seed)
     async with run_stack(handoff) as stack:
         await stack.have(*EVERYBODY, **TUNING)
+        assert not any("libtorch" in _libraries(stack[name].pid) for name in EVERYBODY)
         chaos, began = Chaos(stack, rng), time.monotonic()
         async with steady_load(stack, num_clients=NUM_CLIENTS, seed=seed, gateways_die=True) as load:
             await chaos.go_on(began + seconds)
@@ -129,6 +131,10 @@ async def run_chaos(*, seconds: float, seed: int, handoff: HandoffMode) -> Repor
         except AssertionError as left:
             report.problems.append(f"left behind: {left}")
         return report
+
+
+def _libraries(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 def _report(chaos: Chaos, load: Load, seconds: float) -> Report:

@@ -34,6 +34,8 @@ from services.config import BusConfig, GatewayConfig, HandoffMode, RouterConfig,
 from services.telemetry import LogConfig
 from tests.conftest import wait_until
 from tests.faults.asking import Answer, Ask, Via, ask_bus, ask_http
+from tests.faults.cluster import Cluster
+from tests.faults.cost import Cost, Tally, cost_in
 from tests.faults.member import Member, all_ended
 
 SERVICES: dict[str, ServiceName] = {"g": "gateway", "r": "router", "p": "worker", "d": "worker", "b": "worker"}
@@ -41,6 +43,7 @@ ROLES = {"p": "prefill", "d": "decode", "b": "both"}
 LEASE_S = 2.0
 DRAIN_S = 5.0
 ENGINE_ARGS = {"num_blocks": "256", "max_num_seqs": "32", "max_context_tokens": "4000", "decode_ms_per_step": "3"}
+GATEWAY_TUNING = {"request_timeout_s": 60.0, "gateway_drain_s": DRAIN_S}
 FREE_TIMEOUT_S = 15.0
 READY_TIMEOUT_S = 40.0
 
@@ -53,14 +56,16 @@ def promptly(seconds: float) -> float:
 class Stack:
     """Made by `run_stack`. `handoff` is that of all its workers."""
 
-    def __init__(self, server: NatsServer, handoff: HandoffMode, folder: Path) -> None:
-        self.server = server
+    def __init__(self, nats: BusConfig, handoff: HandoffMode, folder: Path) -> None:
+        self.server: NatsServer
         self.handoff = handoff
         self.members: dict[str, Member] = {}
         self.bus: Bus
         self.fleet: Fleet
         self.client: Client
         self.session: aiohttp.ClientSession
+        self.tally = Tally()
+        self._nats = nats
         self._folder = folder
         self._tasks: asyncio.TaskGroup
         self._quiet: dict[int, Counter[str]] = {}
@@ -76,8 +81,8 @@ class Stack:
     async def have(self, *names: str, **tuning: object) -> None:
         """Return once exactly these members run, see each other, and a request has gone all the way.
 
-        `tuning` are engine arguments, or fields of WorkerConfig; `request_timeout_s` is the gateways'. Who is tuned
-        otherwise is started anew.
+        `tuning` are engine arguments, or fields of WorkerConfig; `request_timeout_s` and `gateway_drain_s` are the
+        gateways'. Who is tuned otherwise is started anew.
         """
         await self._forget_answers()
         unfit = [name for name, one in self.members.items() if name not in names or self._is_unfit(one, tuning)]
@@ -135,8 +140,8 @@ class Stack:
 
     def _settings(self, name: str, tuning: dict[str, object]) -> Settings:
         own = {key: value for key, value in tuning.items() if key in WorkerConfig.__struct_fields__}
-        timeout_s = float(tuning.get("request_timeout_s", 60.0))  # type: ignore[arg-type]
-        engine_args = {key: str(value) for key, value in tuning.items() if key not in {*own, "request_timeout_s"}}
+        gateway = {key: float(tuning.get(key, default)) for key, default in GATEWAY_TUNING.items()}  # type: ignore[arg-type]
+        engine_args = {key: str(value) for key, value in tuning.items() if key not in {*own, *gateway}}
         engine_args = ENGINE_ARGS | {"pause_dir": str(self._folder / name)} | engine_args
         worker = WorkerConfig(
             id=name,
@@ -149,8 +154,13 @@ class Stack:
             engine_args=engine_args,
         )
         return Settings(
-            nats=BusConfig(url=self.server.internal_url),
-            gateway=GatewayConfig(id=name, port=0, drain_s=DRAIN_S, request_timeout_s=timeout_s),
+            nats=self._nats,
+            gateway=GatewayConfig(
+                id=name,
+                port=0,
+                drain_s=gateway["gateway_drain_s"],
+                request_timeout_s=gateway["request_timeout_s"],
+            ),
             router=RouterConfig(id=name, drain_s=DRAIN_S),
             worker=msgspec.structs.replace(worker, **own),
             log=LogConfig(level="info"),
@@ -229,7 +239,7 @@ class Stack:
             "-m",
             "deploy.cli",
             *words,
-            env={**os.environ, "BUSWAY_NATS_URL": self.server.internal_url},
+            env={**os.environ, "BUSWAY_NATS_URL": self._nats.url},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -279,6 +289,14 @@ class Stack:
     def ask_both(self, max_tokens: int = 20, num_prompt_tokens: int = 50, **fields: object) -> list[Answer]:
         """Send one request by HTTP and one by the client library."""
         return [self.ask(self.prompt(num_prompt_tokens), max_tokens, via=via, **fields) for via in ("http", "bus")]
+
+    async def cost(self) -> Cost:
+        """Return what resubmits and resends there were so far."""
+        cost = self.tally.cost
+        for gateway in self.fleet.gateways:
+            async with self.session.get(f"{self.url(gateway)}/metrics") as response:
+                cost += cost_in(await response.text())
+        return cost
 
     # ---- what is left ----
 
@@ -336,18 +354,27 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def run_stack(handoff: HandoffMode) -> AsyncIterator[Stack]:
-    """Run a stack without members yet; at the end all that run leave by themselves, with exit code 0."""
+async def run_stack(handoff: HandoffMode, *, cluster: Cluster | None = None) -> AsyncIterator[Stack]:
+    """Run a stack without members yet; at the end all that run leave by themselves, with exit code 0.
+
+    On a nats-server of its own (`server`), or on a cluster.
+    """
     async with contextlib.AsyncExitStack() as context:
         folder = Path(context.enter_context(tempfile.TemporaryDirectory(prefix="busway-faults-")))
-        server = await context.enter_async_context(NatsServer())
-        stack = Stack(server, handoff, folder)
-        bus = Bus.connect(server.internal_url, name="faults", client_id="faults")
+        if cluster is None:
+            server = await context.enter_async_context(NatsServer())
+            nats, own_url = BusConfig(url=server.internal_url), server.internal_url
+        else:
+            nats, own_url = BusConfig(url=cluster.internal_url, replicas=cluster.replicas), cluster.admin_url
+        stack = Stack(nats, handoff, folder)
+        if cluster is None:
+            stack.server = server
+        bus = Bus.connect(own_url, name="faults", client_id="faults", replicas=nats.replicas)
         stack.bus = await context.enter_async_context(bus)
         stack.fleet = await context.enter_async_context(watch(stack.bus))
         connector = aiohttp.TCPConnector(limit=0, force_close=True)  # an idle connection is a task of the gateway's
         stack.session = await context.enter_async_context(aiohttp.ClientSession(connector=connector))
-        stack.client = Client(stack.bus)
+        stack.client = Client(stack.bus, on_resubmit=stack.tally.resubmitted, on_resend=stack.tally.resent)
         await stack.client.start()
         stack.fleet.on_change(_tell(stack.client))
         stack._tasks = await context.enter_async_context(asyncio.TaskGroup())

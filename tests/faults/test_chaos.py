@@ -1,4 +1,4 @@
-"""Three minutes of chaos, half of it in each handoff."""
+"""Three minutes of chaos in each handoff."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from services.config import HandoffMode
 from tests.faults.chaos import run_chaos
 
-SECONDS = 90.0
+SECONDS = 180.0
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Clients that go away, run out of time, read slowly or ask twice, in every phase of their request."""
+"""Clients that go away or run out of time at the turns of a handoff (the phases are test_cancellation's), read slowly,
+or ask twice."""
 
 import asyncio
 import time
@@ -20,30 +21,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 PAIR = ("g0", "r0", "p1", "d1")
 FREED_S = 1.0
 """100 ms and a step are promised; the rest is for a busy machine."""
-
-
-async def test_disconnect_while_queued_at_the_router(stack: Stack) -> None:
-    """The hop is under way to a worker that takes it a moment later: the abort has overtaken it, or follows."""
-    await stack.have(*PAIR)
-    async with stack["p1"].frozen():
-        answers = stack.ask_both()
-        await answers[1].until("accepted")
-        for answer in answers:
-            await answer.leave()
-    await stack.all_free(promptly(FREED_S))
-
-
-async def test_disconnect_while_prefill_computes_and_while_it_queues(stack: Stack) -> None:
-    await stack.have(*PAIR)
-    with stack["p1"].paused("before_prefill"):
-        computing = stack.ask_both()
-        await stack["p1"].hit("before_prefill")
-        queued = stack.ask_both()
-        for answer in (computing[1], queued[1]):
-            await answer.until("prefilling")
-        for answer in (*computing, *queued):
-            await answer.leave()
-    await stack.all_free(promptly(FREED_S))
 
 
 async def test_disconnect_with_the_kv_ready(stack: Stack) -> None:
@@ -77,29 +54,6 @@ async def test_disconnect_during_the_handoff(stack: Stack, point: str) -> None:
         await stack.all_free(promptly(FREED_S))
 
 
-async def test_disconnect_in_mid_stream(stack: Stack) -> None:
-    await stack.have(*PAIR)
-    answers = [*stack.ask_both(3900), *stack.ask_both(3900)]
-    for answer in answers:
-        await answer.begun()
-    for answer in answers:
-        await answer.leave()
-    await stack.all_free(promptly(FREED_S))
-
-
-async def test_ten_long_prompts_that_nobody_wants_any_more_dont_delay_a_short_one(stack: Stack) -> None:
-    await stack.have(*PAIR, max_batched_tokens=64, prefill_ms_per_token=0.25)
-    answers = [answer for _ in range(5) for answer in stack.ask_both(20, 3500)]
-    for answer in answers[1::2]:
-        await answer.until("prefilling")
-    for answer in answers:
-        await answer.leave()
-    began = time.monotonic()
-    (await stack.ask(stack.prompt(20), 3, via="http").over()).check_whole()
-    assert time.monotonic() - began < promptly(0.8)  # each of the ten would have taken 0.9 s
-    await stack.all_free(promptly(FREED_S))
-
-
 @pytest.mark.parametrize(
     ("name", "point", "phases"),
     [
@@ -121,16 +75,6 @@ async def test_a_deadline_ends_the_request_in_its_phase(stack: Stack, name: str,
         assert answer.phase in phases, answer.phase
         if point == "mid_transfer":
             await stack.all_free(promptly(FREED_S))
-    await stack.all_free(promptly(FREED_S))
-
-
-@pytest.mark.parametrize("point", ["before_prefill", "after_first_token"])
-async def test_a_gateways_time_limit_ends_the_request_in_its_phase(stack: Stack, point: str) -> None:
-    await stack.have(*PAIR, request_timeout_s=1.0)
-    with stack.paused(point, "p1", "d1"):
-        answer = stack.ask(stack.prompt(), via="http")
-        (await answer.over(timeout_s=promptly(3.0))).check_failed("deadline_exceeded")
-        assert answer.has_begun or answer.status == 504
     await stack.all_free(promptly(FREED_S))
 
 

@@ -20,21 +20,40 @@ class Fleet(NamedTuple):
     workers: dict[WorkerId, RuntimeConfig]
 
 
-def test_ids_of_one_tokenizer_never_go_to_workers_of_another(
-    make_config: MakeConfig, make_request: MakeRequest
-) -> None:
-    """A rolling update: two digests serve one name, and the gateway has encoded the prompt for one of them."""
-    configs = [make_config("old", "both", model_digest="d1"), make_config("new", "both", model_digest="d2")]
-    dispatcher = Dispatcher(
+def a_dispatcher(configs: list[RuntimeConfig], book: LoadBook | None = None) -> Dispatcher:
+    return Dispatcher(
         Subjects(),
         Fleet({config.worker_id: config for config in configs}),
         Picker("round_robin"),
-        LoadBook(Epoch(1)),
+        book or LoadBook(Epoch(1)),
         router="r",
         epoch=Epoch(1),
         is_strict=False,
         result_subject="_INBOX.r.p",
     )
+
+
+def test_a_prefill_worker_that_vanished_is_no_overload(make_config: MakeConfig, make_request: MakeRequest) -> None:
+    """Nobody waits for it: decode computes the prompt, as a new attempt is told at once."""
+    book = LoadBook(Epoch(1))
+    dispatcher = a_dispatcher([make_config("p1", "prefill"), make_config("d1", "decode")], book)
+    request = make_request()
+    path = dispatcher.path(request)
+    hop = dispatcher.choose(Ask(leg="prefill"), request, path, tried=set(), compat="")
+    dispatcher.not_held(hop, is_silent=True)
+    with pytest.raises(UnavailableError) as raised:
+        dispatcher.choose(Ask(leg="prefill"), request, path, tried={WorkerId("p1")}, compat="")
+    assert raised.value.retry_after_s == 0.0
+    again = dispatcher.path(request)
+    assert dispatcher.choose(Ask(leg="decode"), request, again, tried=set(), compat="").worker == "d1"
+
+
+def test_ids_of_one_tokenizer_never_go_to_workers_of_another(
+    make_config: MakeConfig, make_request: MakeRequest
+) -> None:
+    """A rolling update: two digests serve one name, and the gateway has encoded the prompt for one of them."""
+    configs = [make_config("old", "both", model_digest="d1"), make_config("new", "both", model_digest="d2")]
+    dispatcher = a_dispatcher(configs)
 
     def chosen(model_digest: str) -> set[WorkerId | None]:
         request = msgspec.structs.replace(make_request(), model_digest=model_digest)
