@@ -24,15 +24,19 @@ _MAX_IGNORED_NAMED = 16
 
 
 class HttpReply:
-    """One HTTP request's answer. `response` is what its handler returns; a stream has then already been written."""
+    """One HTTP request's answer. `response` is what its handler returns; a stream has then already been written.
 
-    def __init__(self, request: web.Request, label: str) -> None:
+    `request_id` is told beside a label of the caller's own: `busway route-explain` finds a refused request by it.
+    """
+
+    def __init__(self, request: web.Request, label: str, request_id: str) -> None:
         self.response: web.StreamResponse | None = None
         self.ignored_fields: tuple[str, ...] = ()
         self.is_stream = False
         self.last_write_at = monotonic()
         self._request = request
         self._label = label
+        self._request_id = request_id
         self._writing = asyncio.Lock()
 
     @property
@@ -82,6 +86,8 @@ class HttpReply:
 
     def _headers(self) -> dict[str, str]:
         headers = {"X-Request-Id": self._label}
+        if self._label != self._request_id:
+            headers["X-Busway-Request-Id"] = self._request_id
         named = [name for name in self.ignored_fields if _HEADER_SAFE.fullmatch(name)][:_MAX_IGNORED_NAMED]
         if named:
             headers["X-Busway-Ignored"] = ", ".join(named)

@@ -1,14 +1,19 @@
 """Conditional disaggregation with real workers: short and mostly cached prompts stay on decode, others don't, and the
 text is the same either way."""
 
+import asyncio
 import random
+import signal
+from collections import defaultdict
 
 import pytest
 
 from bus.server import NatsServer
 from schemas.explanation import LocalPrefill
+from schemas.frames import Decoding, Frame, Prefilling, Tokens
 from services.config import HandoffMode
 from tests.flow.stack import Outcome, Stack, stack
+from tests.flow.test_processes import worker_process
 
 ARGS = {"prefill_ms_per_token": "0.02"}
 ON: dict[str, object] = {"kv_local_prefill": True, "kv_max_local_tokens": 64}
@@ -84,3 +89,42 @@ async def test_where_strict_no_prompt_stays(nats_server: NatsServer) -> None:
             outcome = await here.generate(a_prompt(seed, SHORT))
             assert outcome.prefilled_by == "p0"
             assert (await why(here, outcome)) == LocalPrefill(is_taken=False, reason="strict")
+
+
+async def test_streams_whose_prompts_stayed_survive_their_decode_worker(nats_server: NatsServer) -> None:
+    prompts = [a_prompt(50 + number, SHORT) for number in range(6)]
+    steady = ARGS | {"decode_ms_per_step": "5"}
+    async with (
+        stack(nats_server, "p0", "d0", policy="kv", engine_args=steady, router=ON) as here,
+        worker_process(here, "d7", "decode") as victim,
+    ):
+        expected = [(await here.generate(prompt, 300)).ids for prompt in prompts]
+        await until_estimated(here)
+        seen: defaultdict[str, list[Frame]] = defaultdict(list)
+
+        def note(frame: Frame) -> bool:
+            seen[frame.attempt_id].append(frame)
+            return False
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as clients:
+            running = []
+            for number, prompt in enumerate(prompts):
+                running.append(clients.create_task(here.generate(prompt, 300, on_frame=note)))
+                begun = number + 1
+                await here.until(lambda begun=begun: _num_begun(seen) == begun)  # type: ignore[misc]
+            assert any(_stayed_on(frames) == "d7" for frames in seen.values())
+            victim.send_signal(signal.SIGKILL)
+        assert [task.result().ids for task in running] == expected
+        assert here.resubmits
+        await here.all_free()
+
+
+def _num_begun(seen: dict[str, list[Frame]]) -> int:
+    return sum(any(isinstance(frame, Tokens) for frame in frames) for frames in seen.values())
+
+
+def _stayed_on(frames: list[Frame]) -> str:
+    """Return the decode worker that computed the prompt, "" when a prefill worker did."""
+    if any(isinstance(frame, Prefilling) for frame in frames):
+        return ""
+    return next((str(frame.worker) for frame in frames if isinstance(frame, Decoding)), "")

@@ -153,3 +153,13 @@ async def test_the_routers_numbers_are_at_metrics_while_they_live(rig: Rig) -> N
     assert await rig.metric("busway_router_refusals_total", router=ROUTER, reason="max_ttft") == 3
     assert await rig.metric("busway_router_estimate_error_seconds_bucket", le="10.0") == 1
     assert await rig.metric("busway_router_prompts_total", router="gone") is None
+
+
+async def test_a_callers_own_label_hides_no_id(rig: Rig) -> None:
+    for headers, hidden in (({}, False), ({"X-Request-Id": "mine"}, True)):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        async with rig.http.post(f"{rig.url}/v1/chat/completions", json=body, headers=headers) as response:
+            own = response.headers.get("X-Busway-Request-Id")
+            asked = str(rig.peer.last.request["request_id"])
+            assert own == (asked if hidden else None)
+            assert response.headers["X-Request-Id"] == ("mine" if hidden else asked)
