@@ -21,11 +21,13 @@ IDLE_S = 2.0
 
 
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`by_prefill` to `by_gateway`: requests each one had (routers and workers of those over the bus, gateways of
-    those over HTTP). `num_kv_events`: changes of their caches that prefill workers told. `router_ms`: CPU of all
-    routers a request, what they spend on an idle fleet (`idle_router_share` of a core) taken off."""
+    """`num_retries`: how often a request was told to come again, and did. `by_prefill` to `by_gateway`: requests each
+    one had (routers and workers of those over the bus, gateways of those over HTTP). `num_kv_events`: changes of their
+    caches that prefill workers told. `router_ms`: CPU of all routers a request, what they spend on an idle fleet
+    (`idle_router_share` of a core) taken off."""
 
     num_asked: int
+    num_retries: int
     errors: Counter[str]
     by_prefill: Counter[str]
     by_decode: Counter[str]
@@ -56,6 +58,7 @@ async def measure(
         loads = await fleet.loads("p")
         return FleetReport(
             num_asked=len(asked),
+            num_retries=sum(one.num_retries for one in asked),
             errors=Counter(one.error for one in asked if one.error),
             by_prefill=Counter(one.prefill for one in asked if one.prefill),
             by_decode=Counter(one.decode for one in asked if one.decode),
@@ -92,6 +95,7 @@ def print_report(report: FleetReport) -> None:
     table = Table(title="fleet", title_justify="left", show_header=False)
     rows = {
         "answered": f"{report.num_asked - report.errors.total():,} of {report.num_asked:,} {dict(report.errors) or ''}",
+        "asked again": f"{report.num_retries:,} times",
         "started in": f"{report.start_s:.1f} s",
         "prefix reuse": f"{report.reuse:.3f}",
         "mean TTFT": f"{report.ttft_ms:.1f} ms",

@@ -11,9 +11,9 @@ from deploy.bench.live_fleet import live_fleet, names_of
 from deploy.bench.shared_prefixes import Workload, mean_ttft_ms, play, reuse
 from services.config import PolicyName
 
-ENGINE_ARGS = {"num_blocks": "700", "prefill_ms_per_token": "0.1", "decode_ms_per_step": "2"}
+ENGINE_ARGS = {"num_blocks": "700", "prefill_ms_per_token": "0.3", "decode_ms_per_step": "2"}
 WORK = Workload()
-NUM_REQUESTS, RATE = 192, 12.0
+NUM_REQUESTS, RATE = 160, 5.0
 POLICIES: tuple[PolicyName, ...] = ("kv", "round_robin")
 
 

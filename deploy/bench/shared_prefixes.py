@@ -10,10 +10,13 @@ import msgspec
 import orjson
 
 from deploy.bench.live_fleet import MODEL, LiveFleet
-from schemas.errors import BuswayError
+from schemas.errors import ERRORS_BY_CODE, BuswayError
 from schemas.frames import Accepted, Decoding, Finished, Frame, Prefilling, Tokens
 from schemas.ids import RequestId, new_request_id
 from schemas.request import Sampling, StopConditions
+
+MAX_RETRIES = 10
+RETRY_S = 0.5
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 class Asked(msgspec.Struct, kw_only=True):
     """One request. Times are monotonic seconds; `router` and the workers are known of requests over the bus only;
-    `error` is "" for one that was answered whole."""
+    `error` is "" for one that was answered whole. `num_retries`: how often it was told to come again, and did."""
 
     request_id: RequestId
     sent_at: float
@@ -53,6 +56,8 @@ class Asked(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    num_retries: int = 0
+    may_retry: bool = False
 
 
 async def ask_bus(fleet: LiveFleet, prompt: tuple[int, ...], max_tokens: int) -> Asked:
@@ -71,24 +76,27 @@ async def ask_bus(fleet: LiveFleet, prompt: tuple[int, ...], max_tokens: int) ->
                 for frame in batch:
                     _note(asked, frame)
     except BuswayError as error:
-        asked.error = error.code
+        _fail(asked, error.code)
     return asked
 
 
 async def ask_http(fleet: LiveFleet, url: str, prompt: tuple[int, ...], max_tokens: int) -> Asked:
     """Send one request to a gateway and wait for its end."""
-    asked = Asked(request_id=RequestId(""), sent_at=time.monotonic(), gateway=url, error="cut off")
+    asked = Asked(request_id=RequestId(""), sent_at=time.monotonic(), gateway=url)
+    is_done = False
     body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     async with fleet.session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
-            asked.error = str(response.status)
+            _fail(asked, orjson.loads(await response.read())["error"]["code"])
             return asked
         async for line in response.content:
             if line.startswith(b"data: [DONE]"):
-                asked.error = asked.error if asked.error != "cut off" else ""
+                is_done = True
             elif line.startswith(b"data: "):
                 _note_event(asked, orjson.loads(line[6:]))
+    if not is_done and not asked.error:
+        asked.error = "cut_off"
     return asked
 
 
@@ -96,19 +104,26 @@ async def play(
     fleet: LiveFleet, work: Workload, *, numbers: range, rate: float, over_http: bool = False
 ) -> list[Asked]:
     """Send these requests at a steady rate, whether or not earlier ones have ended; return them all, in order."""
-    started, urls = time.monotonic(), fleet.urls
+    started, urls = time.monotonic(), fleet.urls if over_http else [""]
     async with asyncio.TaskGroup() as tasks:
         sent = []
         for index, number in enumerate(numbers):
             await asyncio.sleep(started + index / rate - time.monotonic())
-            prompt = work.prompt(number)
-            coro = (
-                ask_http(fleet, urls[index % len(urls)], prompt, work.max_tokens)
-                if over_http
-                else ask_bus(fleet, prompt, work.max_tokens)
-            )
-            sent.append(tasks.create_task(coro))
+            sent.append(tasks.create_task(_ask(fleet, work, number, urls[index % len(urls)])))
     return [task.result() for task in sent]
+
+
+async def _ask(fleet: LiveFleet, work: Workload, number: int, url: str) -> Asked:
+    """Send one request, again where the answer says so, as clients do."""
+    prompt, num_retries = work.prompt(number), 0
+    while True:
+        ask = ask_http(fleet, url, prompt, work.max_tokens) if url else ask_bus(fleet, prompt, work.max_tokens)
+        asked = await ask
+        asked.num_retries = num_retries
+        if not asked.may_retry or num_retries == MAX_RETRIES:
+            return asked
+        num_retries += 1
+        await asyncio.sleep(RETRY_S)
 
 
 def reuse(several: list[Asked]) -> float:
@@ -118,6 +133,11 @@ def reuse(several: list[Asked]) -> float:
 
 def mean_ttft_ms(several: list[Asked]) -> float:
     return fmean(one.ttft_s for one in several) * 1e3
+
+
+def _fail(asked: Asked, code: str) -> None:
+    asked.error = code
+    asked.may_retry = not asked.ttft_s and ERRORS_BY_CODE[code].retryable
 
 
 def _note(asked: Asked, frame: Frame) -> None:
@@ -139,8 +159,8 @@ def _note(asked: Asked, frame: Frame) -> None:
 
 def _note_event(asked: Asked, event: "dict[str, object]") -> None:
     match event:
-        case {"error": error}:
-            asked.error = str(error)
+        case {"error": {"code": str(code)}}:
+            _fail(asked, code)
         case {"usage": {"prompt_tokens": int(prompt), "completion_tokens": int(completion), **more}}:
             asked.prompt_tokens, asked.num_tokens = prompt, completion
             details = more.get("prompt_tokens_details") or {}
