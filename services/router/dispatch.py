@@ -24,7 +24,7 @@ from services.router.kv_desk import KvDesk
 from services.router.kv_policy import Decision, without_local
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Leg, Picker
-from services.router.route import Ask
+from services.router.route_words import Ask
 from services.router.tally import RoutingTally
 
 logger = logging.getLogger(__name__)

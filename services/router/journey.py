@@ -30,7 +30,8 @@ from services.router.dispatch import Dispatcher, Hop
 from services.router.lease_keeper import LeaseKeeper
 from services.router.policies import Leg
 from services.router.result_watch import ResultWatch
-from services.router.route import (
+from services.router.route import Route
+from services.router.route_words import (
     AbortLeg,
     Ask,
     Event,
@@ -43,7 +44,6 @@ from services.router.route import (
     LegSilent,
     RequestFailed,
     ResultLost,
-    Route,
     Say,
     StaysOnDecode,
 )

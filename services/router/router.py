@@ -33,7 +33,7 @@ from services.router.kv_routing import KvMemory
 from services.router.loads import LoadBook
 from services.router.local_prefill import LocalSettings
 from services.router.policies import Picker
-from services.router.route import AbortAsked, RequestFailed, WorkerLeft
+from services.router.route_words import AbortAsked, RequestFailed, WorkerLeft
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from schemas.worker import RuntimeConfig
 from services.router.dispatch import Dispatcher
 from services.router.loads import LoadBook
 from services.router.policies import Picker
-from services.router.route import Ask
+from services.router.route_words import Ask
 from tests.router.conftest import MakeConfig, MakeRequest
 
 

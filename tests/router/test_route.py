@@ -13,7 +13,8 @@ from schemas.handoff import BootstrapEndpoint, BootstrapInfo, Handoff, KvTicket
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.request import Deadlines
-from services.router.route import (
+from services.router.route import Route
+from services.router.route_words import (
     AbortAsked,
     AbortLeg,
     Ask,
@@ -26,7 +27,6 @@ from services.router.route import (
     LegSent,
     LegSilent,
     RequestFailed,
-    Route,
     Say,
     StaysOnDecode,
     WorkerLeft,
