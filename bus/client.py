@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Set
 from typing import Literal
 
 from bus.connection import Bus
-from bus.flight import Flight, Order
+from bus.flight import Flight, OnSend, Order, unheard
 from bus.life import DEFAULT_PATIENCE, Life
 from bus.life_events import (
     AbortAt,
@@ -35,6 +35,7 @@ from schemas.hop import Abort, AcceptedHop, Busy, Resend
 from schemas.ids import AttemptId, RequestId, new_attempt_id
 from schemas.message import encode
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
+from schemas.trace_context import continued
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,15 @@ class Client:
         deadlines: Deadlines = NO_DEADLINES,
         end_ids: Set[int] = frozenset(),
         traceparent: str = "",
+        on_send: OnSend = unheard,
     ) -> AsyncGenerator[list[Frame], None]:
         """Yield the frames of one completion, those that arrived together in one list; return after Finished.
 
         Tokens come in order, without gaps or duplicates, whatever happens to those who generate them; Accepted,
-        Prefilling and Decoding at most once for each attempt. `end_ids`: ids known to end a completion beside the
-        stop ids (EOS), so that one that has all its tokens needs nobody any more.
+        Prefilling, Decoding and Begun at most once for each attempt. `end_ids`: ids known to end a completion beside
+        the stop ids (EOS), so that one that has all its tokens needs nobody any more. `traceparent`: W3C trace context
+        of the caller's span, a trace of its own by default. `on_send` gets each attempt's id as it is sent, with the
+        code of the error that cost the one before it ("": none, or no router took it).
 
         Raises NoRespondersError when no router serves the model, CapacityError when all are busy, DeadlineError with
         its phase, what a Failed frame carries and no other attempt cured, and bus errors. Closing the generator early
@@ -126,7 +130,7 @@ class Client:
             model_digest=model_digest,
             session=session,
             priority=priority,
-            traceparent=traceparent,
+            traceparent=traceparent or continued("", request_id),
         )
         life = Life(
             request,
@@ -135,7 +139,7 @@ class Client:
             end_ids=end_ids,
             reconnected_at=self._reconnected_at,
         )
-        flight = Flight(life, self._carry_out)
+        flight = Flight(life, self._carry_out, on_send)
         try:
             flight.start()
             while not flight.is_over:
@@ -158,12 +162,13 @@ class Client:
                 self._flights.pop(flight.attempt_id, None)
                 self._flights[request.attempt_id] = flight
                 flight.attempt_id = request.attempt_id
-                self._bus.spawn(self._send(flight, request), "send request")
+                flight.on_send(request.attempt_id, reason)
+                flight.context.run(self._bus.spawn, self._send(flight, request), "send request")
             case AskResend():
                 self._on_resend(order.holder.id)
-                self._bus.spawn(self._ask_resend(flight, order), "ask for a resend")
+                flight.context.run(self._bus.spawn, self._ask_resend(flight, order), "ask for a resend")
             case AbortAt(attempt_id, holders):
-                self._bus.spawn(self._abort(attempt_id, holders), "abort attempt")
+                flight.context.run(self._bus.spawn, self._abort(attempt_id, holders), "abort attempt")
 
     async def _send(self, flight: Flight, request: GenerateRequest) -> None:
         subject = self._bus.subjects.requests(request.model)

@@ -1,6 +1,7 @@
 """One request in flight: the shell around its life. Keeps what nobody has taken yet, and the timer."""
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable
 
@@ -8,17 +9,26 @@ from bus.life import Life
 from bus.life_events import AbortAt, AskResend, CallerClosed, Deliver, End, Event, FrameCame, Send, TimerFired
 from schemas.errors import BuswayError
 from schemas.frames import Frame
+from schemas.ids import AttemptId
 
 Order = Send | AskResend | AbortAt
+OnSend = Callable[[AttemptId, str], None]
+
+
+def unheard(attempt_id: AttemptId, reason: str) -> None:
+    """Nobody wants to know of attempts."""
 
 
 class Flight:
     """Made by bus.client for each request: events come by `handle`, the caller takes `next_frames`. Orders that need
-    the bus go to `carry_out`. `attempt_id` is the one sent last."""
+    the bus go to `carry_out`. `attempt_id` is the one sent last, `on_send` is told of each; tasks for this request run
+    in its `context`, whosever event it was."""
 
-    def __init__(self, life: Life, carry_out: Callable[["Flight", Order], None]) -> None:
+    def __init__(self, life: Life, carry_out: Callable[["Flight", Order], None], on_send: OnSend = unheard) -> None:
         self.life = life
         self.attempt_id = life.attempt.id
+        self.on_send = on_send
+        self.context = contextvars.copy_context()
         self._carry_out = carry_out
         self._frames: list[Frame] = []
         self._error: BuswayError | None = None

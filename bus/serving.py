@@ -7,7 +7,7 @@ CancelledError would end the subscription silently).
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nats.aio.msg import Msg
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 Answer = Message | ErrorRecord | bytes
+NO_HEADERS: Mapping[str, str] = {}
 Handler = Callable[[M, "Call"], Awaitable[Answer | None]]
 ErrorAnswer = Callable[[BuswayError], Answer]
 
@@ -34,13 +35,15 @@ class Sender(Protocol):
 
 
 class Call:
-    """One message to a service and the way back to its sender. `reply` is "" when it wants no answer."""
+    """One message to a service and the way back to its sender. `reply` is "" when it wants no answer, `headers` are
+    as they came, whatever their case."""
 
-    __slots__ = ("_sender", "has_responded", "reply", "subject")
+    __slots__ = ("_sender", "has_responded", "headers", "reply", "subject")
 
-    def __init__(self, sender: Sender, subject: str, reply: str) -> None:
+    def __init__(self, sender: Sender, subject: str, reply: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
         self.subject = subject
         self.reply = reply
+        self.headers = headers
         self.has_responded = False
         self._sender = sender
 
@@ -122,7 +125,7 @@ class Service(Serving, Generic[M]):
             self.warn("call dropped: it wants its answer outside an inbox")
             return
         self.num_calls += 1
-        call = Call(self._sender, msg.subject, msg.reply)
+        call = Call(self._sender, msg.subject, msg.reply, msg.headers or NO_HEADERS)
         if len(self.running) < self._max_concurrent_calls:
             coro = self._run(call, msg.data)
         else:

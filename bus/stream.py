@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bus.deadlines import Stage
 from schemas.errors import StreamBrokenError
-from schemas.frames import Accepted, Decoding, Failed, Finished, Frame, Prefilling, Tokens
+from schemas.frames import Accepted, Begun, Decoding, Failed, Finished, Frame, Prefilling, Tokens
 from schemas.ids import AttemptId, WorkerId
 
 _ORDER: tuple[Stage, ...] = ("sent", "accepted", "prefilling", "decoding", "streaming")
@@ -49,6 +49,8 @@ class StreamReader:
                 return self._finished(frame)
             case Failed():
                 return self._failed(frame)
+            case Begun():
+                return None if self.is_closed else frame
             case _:
                 return self._lifecycle(frame)
 

@@ -13,6 +13,7 @@ from schemas.worker import Record, RuntimeConfig
 
 WorkerVerb = Literal["prefill", "decode", "abort", "resend", "load"]
 RouterVerb = Literal["abort", "resend", "explain"]
+GatewayVerb = Literal["trace"]
 PeerVerb = Literal["metadata", "write", "lease", "confirm", "meet", "landed", "stranded", "kv_snapshot"]
 AdminVerb = Literal["drain", "role"]
 OpenAiKind = Literal["chat", "completions"]
@@ -44,6 +45,7 @@ SUBJECT_TABLE: tuple[SubjectRow, ...] = (
     SubjectRow("decode.{model}.{compat}", "decode workers of a compatibility group", "decode", "DecodeRequest -> Ack"),
     SubjectRow("worker.{worker_id}.{prefill,decode,abort,resend,load}", "that worker", "", "legs, Abort, Resend"),
     SubjectRow("router.{router_id}.{abort,resend,explain}", "that router", "", "Abort, Resend, ExplainRequest"),
+    SubjectRow("gateway.{gateway_id}.trace", "that gateway", "", "TraceRequest"),
     SubjectRow(
         "peer.{worker_id}.{metadata,write,lease,confirm,meet,landed,stranded,kv_snapshot}",
         "that worker",
@@ -135,6 +137,9 @@ class Subjects:
 
     def router(self, router_id: str, verb: RouterVerb) -> str:
         return f"{self.prefix}.router.{slug(router_id)}.{verb}"
+
+    def gateway(self, gateway_id: str, verb: GatewayVerb) -> str:
+        return f"{self.prefix}.gateway.{slug(gateway_id)}.{verb}"
 
     def peer(self, worker_id: str, verb: PeerVerb) -> str:
         return f"{self.prefix}.peer.{slug(worker_id)}.{verb}"

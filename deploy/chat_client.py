@@ -43,18 +43,21 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class Phases(msgspec.Struct, frozen=True):
-    """Where a request's time went, in seconds, and the KV bytes that moved; as services.gateway.phases says."""
+    """Where a request's time went, in seconds, and the KV bytes that moved; as schemas.trace.PhaseSeconds says."""
 
     gateway_s: float
+    queue_s: float
     route_s: float
     prefill_queue_s: float
     prefill_s: float
-    transfer_s: float
     decode_queue_s: float
-    other_s: float
+    transfer_s: float
     first_token_s: float
+    ttft_s: float
     decode_s: float
     total_s: float
+    retry_s: float = 0.0
+    unreported_s: float = 0.0
     kv_bytes: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""

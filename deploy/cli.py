@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from deploy.commands import chat, explain, fleet, models, replay, serve, services
+from deploy.commands import chat, explain, fleet, models, replay, serve, services, trace
 from deploy.errors import CommandError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command()(fleet.role)
 app.command()(chat.chat)
 app.command()(replay.replay)
 app.command()(explain.route_explain)
+app.command()(trace.trace)
 app.add_typer(models.app, name="models")
 
 

@@ -15,15 +15,14 @@ def answer_with_phases(request: ChatRequest) -> str:
 def render_phases(phases: Phases, usage: Usage) -> str:
     """Return one line a phase; the indented ones add up to the first token's time."""
     prefill = phases.prefill_queue_s + phases.prefill_s
-    wait = phases.decode_queue_s + phases.other_s
+    wait = phases.decode_queue_s + phases.first_token_s + phases.retry_s + phases.unreported_s
     rows = (
-        ("  gateway", phases.gateway_s + phases.route_s, "tokenize, template, route"),
+        ("  gateway", phases.gateway_s, "tokenize, template"),
+        ("  route", phases.queue_s + phases.route_s, "to a router and its workers"),
         ("  prefill", prefill, f"{usage.prompt_tokens} tokens by {phases.prefill_worker or phases.decode_worker}"),
         ("  transfer", phases.transfer_s, f"{phases.kv_bytes:,} bytes of KV cache"),
-        ("  overlap", wait, "phases that ran at the same time")
-        if wait < 0
-        else ("  waiting", wait, "messages and the engines' steps"),
-        ("first token", phases.first_token_s, "after the question came in"),
+        ("  waiting", wait, "decode's queue and step, messages"),
+        ("first token", phases.ttft_s, "after the question came in"),
         ("decode", phases.decode_s, f"{usage.completion_tokens} tokens by {phases.decode_worker}"),
         ("total", phases.total_s, ""),
     )

@@ -4,6 +4,7 @@ A frame is a JSON array that starts with its tag:
   ["a", attempt, router]                            accepted by a router
   ["p", attempt, worker]                            prefill holds it
   ["d", attempt, worker, can_resume_exactly]        decode holds it; only decode may end it from now on
+  ["b", attempt, timings]                           the first token is next; where the time until then went
   ["t", attempt, seq, [ids], [logprobs] | null]     token ids
   ["f", attempt, seq, reason, usage, timings]       terminal: finished
   ["e", attempt, seq, error]                        terminal: failed
@@ -44,13 +45,20 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds spent in each phase, as far as the sender knows them; decode's own clock."""
+    """Seconds of an attempt's phases, each measured by whoever had it on its own monotonic clock. Those up to the
+    first token never overlap: an instant counts for what the first token waited for.
 
+    `route_s`: the router, and messages between it and prefill. `first_token_s`: decode, once it has the KV.
+    `decode_s`: from the first token on. `overlap_s` is no phase: transfer that ran while the prompt was computed."""
+
+    route_s: float = 0.0
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_queue_s: float = 0.0
     transfer_s: float = 0.0
+    first_token_s: float = 0.0
     decode_s: float = 0.0
+    overlap_s: float = 0.0
     kv_bytes: int = 0
 
 
@@ -70,6 +78,13 @@ class Decoding(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     attempt_id: AttemptId
     worker: WorkerId
     can_resume_exactly: bool = False
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+    """Not sent again when it is lost: the Finished frame has these timings too."""
+
+    attempt_id: AttemptId
+    timings: Timings
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):
@@ -93,7 +108,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="e"):
     error: ErrorRecord
 
 
-Frame = Accepted | Prefilling | Decoding | Tokens | Finished | Failed
+Frame = Accepted | Prefilling | Decoding | Begun | Tokens | Finished | Failed
 TERMINAL_FRAMES = (Finished, Failed)
 
 

@@ -30,7 +30,8 @@ class PrefillRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class DecodeRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="decode_request.v1"):
-    """Obtain the KV by `params` and generate; without params compute the prompt here (aggregated)."""
+    """Obtain the KV by `params` and generate; without params compute the prompt here (aggregated). `prefill_timings`
+    is what the attempt has cost so far, routing included."""
 
     request: GenerateRequest
     dispatch: Dispatch

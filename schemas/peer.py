@@ -85,7 +85,9 @@ class MeetRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="m
 
 
 class Landed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="landed.v1"):
-    """Rendezvous: prefill tells decode that the last chunk's KV has landed, and the first token; answered by Ok."""
+    """Rendezvous: prefill tells decode that the last chunk's KV has landed, and the first token; answered by Ok.
+    `transfer_s` is from the first write on; `last_transfer_s` only what came after the prompt was computed and
+    decode's blocks were there, for which it waited `decode_wait_s`."""
 
     attempt_id: AttemptId
     room: int
@@ -94,6 +96,8 @@ class Landed(Message, frozen=True, kw_only=True, omit_defaults=True, tag="landed
     num_cached_tokens: int = 0
     num_bytes: int = 0
     transfer_s: float = 0.0
+    last_transfer_s: float = 0.0
+    decode_wait_s: float = 0.0
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
 

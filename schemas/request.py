@@ -11,6 +11,7 @@ from schemas.message import Message
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 MAX_LOGPROBS = 20
 MAX_SESSION_CHARS = 256
+MAX_REQUEST_ID_CHARS = 128
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,10 +73,10 @@ class GenerateRequest(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     one worker where that costs little. `priority`: the highest number first; routers set a limit.
     `model_digest`: whose ids these are; only workers of that digest (RuntimeConfig) get them. "": any of the model's.
     `avoid`: workers that failed an earlier attempt of this request; others are preferred.
-    `traceparent`: W3C trace context of the caller.
+    `request_id` is the sender's name for it, in logs only. `traceparent`: W3C trace context of the caller.
     """
 
-    request_id: RequestId
+    request_id: Annotated[RequestId, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
     attempt_id: AttemptId
     model: Annotated[str, Meta(min_length=1, max_length=256)]
     token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]

@@ -1,4 +1,5 @@
-"""How a process logs: one line a record to stderr, as text or JSON, and no floods. Knows nothing of requests.
+"""How a process logs: one line a record to stderr, as text or JSON, and no floods. A line that is about a request
+(services.log_context) names it.
 
 The one INFO line a request writes at its end is written by who supervises the request; metrics live with the gateway.
 """
@@ -10,6 +11,8 @@ from collections import deque
 from typing import Literal
 
 import msgspec
+
+from services import log_context
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -62,14 +65,23 @@ class FloodFilter(logging.Filter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:00.123 INFO  services.router.service: text`"""
+    """`12:00:00.123 INFO  services.router.service: text [request_id=… trace_id=… attempt_id=…]`"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        about = log_context.names()
+        line = super().formatMessage(record)
+        if about is None:
+            return line
+        # A bus client chooses its request id: it must not be able to begin a line of its own.
+        return f"{line} [{' '.join(f'{name}={_in_one_line(value)}' for name, value in about.fields().items())}]"
+
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (Unix seconds), level, logger, message, service, and error when there is one."""
+    """One JSON object a line: time (Unix seconds), level, service, logger, message; request_id, trace_id and attempt_id
+    of the request it is about; error when there is one."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -83,6 +95,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if (about := log_context.names()) is not None:
+            line |= about.fields()
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
@@ -98,3 +112,7 @@ def setup_logging(config: LogConfig, *, service: str) -> None:
     logging.captureWarnings(True)
     for chatty in ("aiohttp.access", "asyncio", "nats"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLevelName(config.level.upper())))
+
+
+def _in_one_line(text: str) -> str:
+    return text if text.isprintable() and " " not in text else ascii(text)

@@ -16,7 +16,7 @@ from deploy.replay.paged_worker import PagedWorker, token_of
 from deploy.replay.router_side import EPOCH, RouterSide
 from deploy.replay.scene import EngineSize, Scene
 from schemas.errors import RequestError
-from schemas.frames import Finished, Tokens
+from schemas.frames import Begun, Finished, Tokens
 from schemas.ids import AttemptId, RequestId, WorkerId
 from schemas.kv_events import KvChange, KvCleared, KvStored
 from schemas.request import GenerateRequest, Sampling, StopConditions, StreamAddress
@@ -126,6 +126,8 @@ class PagedFleet:
                 case Finished():
                     self._decoded(notice)
                     self._finished(seat, notice.attempt_id, now)
+                case Begun():
+                    pass  # a replay keeps times of its own
                 case _:
                     raise AssertionError(f"nobody asked for {notice}")
         for gap_s, count in gaps.items():

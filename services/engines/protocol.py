@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from schemas.errors import ErrorRecord
-from schemas.frames import Failed, Finished, Tokens
+from schemas.frames import Begun, Failed, Finished, Tokens
 from schemas.handoff import BootstrapEndpoint, Handoff
 from schemas.hop import DecodeRequest, PrefillDone, PrefillEnded, PrefillFailed, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId
@@ -30,7 +30,7 @@ class CacheChanged(msgspec.Struct, frozen=True, kw_only=True):
     attempt_id: AttemptId = AttemptId("")
 
 
-EngineEvent = CacheChanged | Tokens | Finished | Failed | PrefillDone | PrefillEnded | PrefillFailed
+EngineEvent = CacheChanged | Begun | Tokens | Finished | Failed | PrefillDone | PrefillEnded | PrefillFailed
 Emit = Callable[[Sequence[EngineEvent]], None]
 OwnMetrics = Callable[[], Awaitable[bytes]]
 """Returns the engine's own Prometheus series as text, under its own names; awaited on the event loop."""
@@ -131,7 +131,9 @@ class Engine(Protocol):
         ...
 
     def decode(self, leg: DecodeRequest) -> None:
-        """Take a decode leg (no params: aggregated); its events are Tokens, then one Finished or Failed.
+        """Take a decode leg (no params: aggregated); its events are Tokens, then one Finished or Failed, before the
+        first Tokens Begun from engines that know by then where the time went. Timings tell of this leg alone: what
+        came before it, in `leg.prefill_timings`, the worker adds.
 
         Raises RequestError or CapacityError at once, naming field and limit.
         """

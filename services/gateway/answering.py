@@ -13,7 +13,9 @@ from services.gateway.exchange import Caller, Exchange
 from services.gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
 from services.gateway.openai_request import Endpoint
 from services.gateway.reply import Reply
+from services.gateway.traces import TraceLog
 from services.gateway.walk import Walk
+from services.log_context import logging_about
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +28,11 @@ _LAST_WORD_S = 1.0
 class Answering:
     """All requests of a gateway, whatever carried them. `num_in_flight` are being answered."""
 
-    def __init__(self, walk: Walk, metrics: GatewayMetrics, *, request_timeout_s: float) -> None:
+    def __init__(self, walk: Walk, metrics: GatewayMetrics, traces: TraceLog, *, request_timeout_s: float) -> None:
         self.is_draining = False
         self._walk = walk
         self._metrics = metrics
+        self._traces = traces
         self._request_timeout_s = request_timeout_s
         self._guards: set[asyncio.Timeout] = set()
         self._is_idle = asyncio.Event()
@@ -42,10 +45,10 @@ class Answering:
     async def answer(self, endpoint: Endpoint, read_body: ReadBody, reply: Reply, caller: Caller) -> None:
         """Answer a request; raises nothing but CancelledError, which aborts its completions on the bus."""
         exchange = Exchange(endpoint, caller)
-        with self._accounted(exchange):
+        with logging_about(caller.names), self._accounted(exchange):
             error = await self._attempt(exchange, read_body, reply)
             if error is not None:
-                exchange.outcome = error.code
+                exchange.outcome, exchange.error = error.code, error.message
                 await self._tell(error, reply)
 
     async def drain(self, timeout_s: float) -> None:
@@ -74,7 +77,7 @@ class Answering:
             exchange.outcome = "aborted"
             raise
         except Exception:
-            logger.exception("request %s failed", exchange.caller.request_id)
+            logger.exception("the request failed")
             return BuswayError("internal error", phase="gateway")
 
     async def _tell(self, error: BuswayError, reply: Reply) -> None:
@@ -93,6 +96,8 @@ class Answering:
         """
         if self.is_draining:
             raise UnavailableError("the gateway is shutting down", phase="gateway")
+        if exchange.caller.fault is not None:
+            raise exchange.caller.fault
         async with asyncio.timeout(self._request_timeout_s + _LAST_WORD_S) as guard:
             self._guards.add(guard)
             self._is_idle.clear()
@@ -112,9 +117,12 @@ class Answering:
     @contextmanager
     def _accounted(self, exchange: Exchange) -> Iterator[None]:
         self._metrics.begin(exchange.endpoint)
+        self._traces.begin(exchange)
         try:
             yield
         finally:
+            exchange.end()
+            self._traces.end(exchange)
             self._metrics.end(
                 exchange.endpoint,
                 exchange.model or UNKNOWN_MODEL,
@@ -123,6 +131,7 @@ class Answering:
                 ttft_s=exchange.ttft_s,
             )
             if exchange.model is not None:
+                self._metrics.phases(exchange.model, exchange.phases)
                 self._metrics.count_tokens(
                     exchange.model,
                     prompt_tokens=exchange.prompt_tokens,

@@ -1,22 +1,21 @@
 """The OpenAI API over NATS: `openai.{chat,completions}.{model}`, the same answers as over HTTP.
 
-Request JSON in; one message out, or with stream=true one message per chunk and `[DONE]` at last; errors in OpenAI's
-form with `error.status`. Answers go to the request's reply subject and nowhere else; without one nothing is done. A
-caller that unsubscribes in mid-stream can't be seen (publishing to nobody raises nothing): its request runs to its own
-end or deadline.
+Request JSON in, with the same headers as over HTTP (X-Request-Id, traceparent, X-Busway-Timings, X-Busway-Explain); one
+message out, or with stream=true one message per chunk and `[DONE]` at last; errors in OpenAI's form with
+`error.status`. Answers go to the request's reply subject and nowhere else; without one nothing is done. A caller that
+unsubscribes in mid-stream can't be seen (publishing to nobody raises nothing): its request runs to its own end or
+deadline.
 """
 
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from time import perf_counter
 
 from bus.connection import Bus
 from bus.serving import Call, Serving
 from schemas.errors import BuswayError
-from schemas.ids import new_request_id
 from services.gateway.answering import Answering
-from services.gateway.exchange import Caller
+from services.gateway.exchange import caller_from_headers
 from services.gateway.models import ModelDirectory
 from services.gateway.openai_errors import error_body
 from services.gateway.openai_request import Endpoint
@@ -103,8 +102,7 @@ class BusFront:
     async def _answer(self, endpoint: Endpoint, model: str, body: bytes, call: Call) -> None:
         if not call.reply:
             return
-        request_id = new_request_id()
-        caller = Caller(request_id=request_id, label=request_id, received_at=perf_counter(), implied_model=model)
+        caller = caller_from_headers({name.lower(): value for name, value in call.headers.items()}, model)
 
         async def read_body() -> bytes:
             return body

@@ -52,6 +52,14 @@ async def run_legs(legs: Sequence[Leg], deliver: Deliver, gaps: GapMeter) -> Non
 
 
 async def _run(leg: Leg, deliver: Deliver, gaps: GapMeter) -> None:
+    try:
+        await _run_to_its_end(leg, deliver, gaps)
+    finally:
+        leg.phases.num_tokens = leg.choice.num_tokens
+        leg.phases.end(perf_counter())
+
+
+async def _run_to_its_end(leg: Leg, deliver: Deliver, gaps: GapMeter) -> None:
     choice, phases = leg.choice, leg.phases
     async with aclosing(leg.open()) as batches:
         async for frames in batches:

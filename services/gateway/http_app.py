@@ -62,7 +62,7 @@ class Routes:
     def _completion_handler(self, endpoint: Endpoint) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             caller = caller_from_headers(request.headers)
-            reply = HttpReply(request, caller.label, caller.request_id)
+            reply = HttpReply(request, caller)
             with self._pacemaker.watching(reply):
                 await self._answering.answer(endpoint, lambda: self._read_body(request), reply, caller)
             return reply.response or web.Response(status=499)

@@ -9,6 +9,7 @@ from time import monotonic
 from aiohttp import web
 
 from schemas.errors import BuswayError
+from services.gateway.exchange import Caller
 from services.gateway.openai_errors import error_body, error_headers
 
 _SSE_HEADERS = {
@@ -26,17 +27,16 @@ _MAX_IGNORED_NAMED = 16
 class HttpReply:
     """One HTTP request's answer. `response` is what its handler returns; a stream has then already been written.
 
-    `request_id` is told beside a label of the caller's own: `busway route-explain` finds a refused request by it.
+    Beside a label of the caller's own it is told the request's id, by which `busway trace` and `route-explain` find it.
     """
 
-    def __init__(self, request: web.Request, label: str, request_id: str) -> None:
+    def __init__(self, request: web.Request, caller: Caller) -> None:
         self.response: web.StreamResponse | None = None
         self.ignored_fields: tuple[str, ...] = ()
         self.is_stream = False
         self.last_write_at = monotonic()
         self._request = request
-        self._label = label
-        self._request_id = request_id
+        self._caller = caller
         self._writing = asyncio.Lock()
 
     @property
@@ -85,9 +85,9 @@ class HttpReply:
                 await self.response.write(data)
 
     def _headers(self) -> dict[str, str]:
-        headers = {"X-Request-Id": self._label}
-        if self._label != self._request_id:
-            headers["X-Busway-Request-Id"] = self._request_id
+        headers = {"X-Request-Id": self._caller.label, "traceparent": self._caller.traceparent}
+        if self._caller.label != self._caller.request_id:
+            headers["X-Busway-Request-Id"] = self._caller.request_id
         named = [name for name in self.ignored_fields if _HEADER_SAFE.fullmatch(name)][:_MAX_IGNORED_NAMED]
         if named:
             headers["X-Busway-Ignored"] = ", ".join(named)

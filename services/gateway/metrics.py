@@ -1,42 +1,23 @@
 """The gateway's own metrics, in a registry of its own (never prometheus_client's global one)."""
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.openmetrics.exposition import floatToGoString
+
+from services.gateway.histogram import LeanHistogram
+from services.gateway.phase_metrics import PhaseMetrics
+from services.gateway.phases import Phases
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, *_LATENCY_BUCKETS_S)
 _GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
 UNKNOWN_MODEL = "unknown"
 
 
-class GapHistogram:
-    """Gaps between tokens. Our own because it is observed for every token: a bisection into a list costs a tenth of
-    prometheus_client's locked buckets."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_GAP_BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, gap_s: float) -> None:
-        self._counts[bisect_left(_GAP_BUCKETS_S, gap_s)] += 1
-        self._sum_s += gap_s
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Return the cumulative buckets and the sum."""
-        total = 0.0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*_GAP_BUCKETS_S, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append((floatToGoString(bound), total))
-        return buckets, self._sum_s
-
-
 class _GapCollector:
     def __init__(self) -> None:
-        self.by_model: dict[str, GapHistogram] = {}
+        self.by_model: dict[str, LeanHistogram] = {}
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
@@ -57,6 +38,8 @@ class GatewayMetrics:
         ProcessCollector(registry=self.registry)
         self._gaps = _GapCollector()
         self.registry.register(self._gaps)
+        self._phases = PhaseMetrics(_PHASE_BUCKETS_S)
+        self.registry.register(self._phases)
         self._requests = Counter(
             "busway_gateway_requests",
             "Requests ended, by outcome: ok, aborted, or the error's code",
@@ -78,9 +61,13 @@ class GatewayMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts accepted")
         self._completion_tokens = self._counter("completion_tokens", "Tokens of completions received")
 
-    def gaps(self, model: str) -> GapHistogram:
+    def gaps(self, model: str) -> LeanHistogram:
         """Return the histogram of a model's inter-token gaps."""
-        return self._gaps.by_model.setdefault(model, GapHistogram())
+        return self._gaps.by_model.setdefault(model, LeanHistogram(_GAP_BUCKETS_S))
+
+    def phases(self, model: str, phases: Iterable[Phases]) -> None:
+        """Count an ended request's completions."""
+        self._phases.note(model, phases)
 
     def resumed(self, reason: str) -> None:
         self._resumes.labels(reason).inc()

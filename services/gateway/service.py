@@ -21,6 +21,7 @@ from bus.fleet_state import ChangeKind
 from bus.patiently import START_PATIENCE_S
 from bus.scope import open_scope
 from schemas.ids import Epoch
+from schemas.trace import TraceRequest
 from schemas.worker import Record, RuntimeConfig, ServiceRecord
 from services.config import GatewayConfig
 from services.gateway.answering import Answering
@@ -33,6 +34,7 @@ from services.gateway.http_reply import Pacemaker
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ModelDirectory
 from services.gateway.router_metrics import RouterMetrics
+from services.gateway.traces import TraceLog
 from services.gateway.walk import Walk
 
 # Idle connections outlive those of the load balancers in front (60 s by default).
@@ -92,7 +94,9 @@ async def _assemble(
     fleet.on_change(partial(_tell_who_left, client, fleet_metrics))
     models = ModelDirectory(bus, fleet, threads)
     walk = Walk(models=models, client=client, threads=threads, metrics=metrics, explainer=Explainer(bus), config=config)
-    answering = Answering(walk, metrics, request_timeout_s=config.request_timeout_s)
+    traces = TraceLog(gateway_id)
+    await bus.serve(bus.subjects.gateway(gateway_id, "trace"), TraceRequest, traces.on_trace)
+    answering = Answering(walk, metrics, traces, request_timeout_s=config.request_timeout_s)
     front = BusFront(bus, models, answering)
     pacemaker = Pacemaker(config.keepalive_s)
     routes = Routes(

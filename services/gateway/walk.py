@@ -8,6 +8,7 @@ from time import perf_counter
 from bus.client import Client
 from schemas.errors import RequestError
 from schemas.frames import Frame
+from schemas.ids import AttemptId
 from schemas.request import Deadlines
 from services.config import GatewayConfig
 from services.gateway.assembling import Assembly, StreamedAnswer, WholeAnswer
@@ -75,6 +76,7 @@ class Walk:
         exchange.prompt_tokens = sum(map(len, prompts))
         plans = plan_completions(request, prompts, self._limits(model), secrets.randbits(63))
         legs = [self._leg(exchange, request, model, plan) for plan in plans]
+        exchange.phases = [leg.phases for leg in legs]
         assembly = _assembly(exchange, request, model, reply, num_choices=len(legs))
         try:
             await run_legs(legs, assembly.deliver, self._metrics.gaps(model.name))
@@ -85,7 +87,7 @@ class Walk:
 
     async def _asides(self, exchange: Exchange, choices: Sequence[Phases]) -> dict[str, object]:
         """Return what the caller asked to be told beside the answer: phases of its first choice, ways of all."""
-        asides = choices[0].render(perf_counter()) if exchange.wants_timings else {}
+        asides = _timings(exchange, choices[0]) if exchange.wants_timings else {}
         if exchange.wants_explanation:
             asides["routing"] = await self._explainer.explain(choices)
         return asides
@@ -101,7 +103,7 @@ class Walk:
     def _leg(
         self, exchange: Exchange, request: ChatRequest | CompletionRequest, model: ServedModel, plan: CompletionPlan
     ) -> Leg:
-        phases = Phases(exchange.caller.received_at)
+        phases = Phases(exchange.caller.received_at, plan.index)
         end_ids = frozenset(plan.stop.stop_token_ids)
         if not plan.stop.ignore_eos:
             end_ids |= model.vocabulary.eos_token_ids
@@ -113,8 +115,10 @@ class Walk:
             has_logprobs=request.num_logprobs is not None,
         )
 
+        def on_send(attempt_id: AttemptId, reason: str) -> None:
+            phases.sent(attempt_id, reason, perf_counter())
+
         def open_stream() -> AsyncGenerator[list[Frame], None]:
-            phases.sent_at = perf_counter()
             return self._client.generate(
                 model=model.name,
                 token_ids=plan.token_ids,
@@ -129,6 +133,7 @@ class Walk:
                 end_ids=end_ids,
                 deadlines=self._deadlines(request),
                 traceparent=exchange.caller.traceparent,
+                on_send=on_send,
             )
 
         return Leg(choice, phases, open_stream)
@@ -172,6 +177,12 @@ def _assembly(
     if request.stream:
         return StreamedAnswer(renderer, reply, has_usage=request.has_usage_chunk)
     return WholeAnswer(renderer, reply, num_choices=num_choices)
+
+
+def _timings(exchange: Exchange, phases: Phases) -> dict[str, object]:
+    """Return a choice's phases, and how to find the request again."""
+    caller = exchange.caller
+    return phases.render(perf_counter()) | {"request_id": caller.request_id, "trace_id": caller.trace_id}
 
 
 def _by_prompt(prompts: Sequence[Sequence[int]], legs: Sequence[Leg]) -> list[PromptChoices]:

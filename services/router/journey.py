@@ -19,12 +19,14 @@ from schemas.errors import (
     CapacityError,
     NoRespondersError,
 )
-from schemas.frames import Accepted, encode_frames
+from schemas.frames import Accepted, Finished, Frame, Timings, encode_frames
 from schemas.hop import Abort, AcceptedHop, Busy, PrefillRequest
 from schemas.ids import WorkerId
 from schemas.message import encode
 from schemas.request import GenerateRequest
 from schemas.worker import RuntimeConfig
+from services.log_context import log_about, names_of
+from services.phase_timings import NO_TIMINGS
 from services.router.candidates import Path
 from services.router.dispatch import Dispatcher, Hop
 from services.router.lease_keeper import LeaseKeeper
@@ -67,6 +69,9 @@ class Journey:
     ) -> None:
         self.route = Route(request, path.handoff)
         self.owner = request.stream.owner
+        self.names = names_of(request)
+        self._began_at = time.monotonic()
+        self._prefill_asked_at: float | None = None
         self._bus = bus
         self._dispatcher = dispatcher
         self._hops = _Hops()
@@ -114,6 +119,7 @@ class Journey:
         except Exception as error:  # the request boundary: every outcome has its terminal frame
             await self._fail(error)
         finally:
+            logger.debug("%s after %.1f ms", self.route.stage, (time.monotonic() - self._began_at) * 1000)
             self._result_watch.stop()
             self._lease_keeper.stop()
             self._way = None
@@ -151,11 +157,29 @@ class Journey:
                 case AbortLeg():
                     await self._abort(instruction)
                 case Say(frames):
-                    await self._bus.publish(self._on_the_way.request.stream.subject, encode_frames(frames))
+                    await self._say(frames)
+
+    async def _say(self, frames: list[Frame]) -> None:
+        """Publish frames to the request's stream; its end tells what routing took."""
+        last = frames[-1]
+        if isinstance(last, Finished):
+            frames = [*frames[:-1], msgspec.structs.replace(last, timings=self._with_routing(last.timings))]
+        await self._bus.publish(self._on_the_way.request.stream.subject, encode_frames(frames))
+
+    def _with_routing(self, timings: Timings) -> Timings:
+        """Return what is known of the time until now: what prefill doesn't claim is the router's and its messages'. A
+        prefill that is under way (rendezvous) has claimed nothing yet, and all since it was asked is its."""
+        if timings == NO_TIMINGS and self._prefill_asked_at is not None:
+            timings = Timings(prefill_s=time.monotonic() - self._prefill_asked_at)
+        route_s = time.monotonic() - self._began_at - timings.prefill_queue_s - timings.prefill_s
+        return msgspec.structs.replace(timings, route_s=max(0.0, route_s))
 
     async def _ask(self, ask: Ask, hops: asyncio.TaskGroup) -> None:
         """Choose who gets a leg and send it; the answer comes as an event."""
         way = self._on_the_way
+        if ask.leg == "prefill":
+            self._prefill_asked_at = None
+        ask = msgspec.structs.replace(ask, prefill_timings=self._with_routing(ask.prefill_timings))
         self._lease_keeper.keep(ask.params)
         compat = self._hops.compat if ask.leg == "decode" else ""
         try:
@@ -175,6 +199,8 @@ class Journey:
             return
         self._hops.sent(hop)
         self._dispatcher.sent(hop)
+        if hop.leg == "prefill":
+            self._prefill_asked_at = time.monotonic()
         if hop.leg != ask.leg:
             self.route.handle(StaysOnDecode())
         hops.create_task(self._send(hop, way.ack_timeout_s), name=f"{hop.leg} hop")
@@ -225,6 +251,7 @@ class Journey:
         return [] if group is None else self._dispatcher.members(group)
 
     async def _carry_out_late(self, instructions: list[Instruction]) -> None:
+        log_about(self.names)
         for instruction in instructions:
             if isinstance(instruction, AbortLeg):
                 await self._abort(instruction)
@@ -238,8 +265,7 @@ class Journey:
         try:
             for instruction in self.route.handle(RequestFailed(record)):
                 if isinstance(instruction, Say):
-                    frames = encode_frames(instruction.frames)
-                    await self._bus.publish(self._on_the_way.request.stream.subject, frames)
+                    await self._say(instruction.frames)
                 elif isinstance(instruction, AbortLeg):
                     await self._abort(instruction)
         except BusError as lost:

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import cast
 
+import msgspec
+
 from bus.connection import Bus
 from bus.deadlines import check_deadlines
 from bus.serving import Call
@@ -23,8 +25,10 @@ from schemas.hop import Abort, AcceptedHop, Ok, PrefillDone, PrefillFailed, Pref
 from schemas.ids import ATTEMPT_ID_LENGTH, AttemptId, Epoch, WorkerId
 from schemas.message import decode, encode
 from schemas.request import GenerateRequest
+from schemas.trace_context import continued, well_formed
 from schemas.worker import LoadReport, ServiceRecord
 from services.config import RouterConfig
+from services.log_context import log_about, names_of
 from services.router.dispatch import Dispatcher, Workers
 from services.router.journey import Journey
 from services.router.kv_desk import KvDesk
@@ -78,7 +82,8 @@ class PrefillRouter:
         return len(self._travelling)
 
     async def on_request(self, request: GenerateRequest, call: Call) -> AcceptedHop | None:
-        """Take a request: ack it at once, route it in a task of its own.
+        """Take a request: ack it at once, route it in a task of its own. One without a usable trace context begins a
+        trace.
 
         Raises what its sender shall hear instead of an ack: RequestError, DeadlineError (too late already),
         UnavailableError, CapacityError.
@@ -96,6 +101,9 @@ class PrefillRouter:
             limit = self._config.max_priority
             raise RequestError(f"priority: {request.priority} isn't within -{limit} and {limit}", param="priority")
         check_deadlines(request.deadlines, "accepted", time.time())
+        if not well_formed(request.traceparent):
+            request = msgspec.structs.replace(request, traceparent=continued("", request.request_id))
+        log_about(names_of(request))
         try:
             path = self._dispatcher.path(request)
         except CapacityError as error:
@@ -124,6 +132,8 @@ class PrefillRouter:
         """Abort an attempt wherever it went; unknown ones are somebody else's."""
         journey = self._find(abort.attempt_id)
         if journey is not None:
+            log_about(journey.names)
+            logger.debug("aborted: %s", abort.reason)
             journey.post(AbortAsked(abort.reason, abort.error))
         return Ok() if call.reply else None
 

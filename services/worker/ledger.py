@@ -15,6 +15,9 @@ from schemas.handoff import BootstrapInfo
 from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
 from schemas.ids import AttemptId
 from schemas.request import Deadlines
+from services.log_context import RequestNames, names_of
+from services.phase_timings import NO_TIMINGS
+from services.worker.leg_clock import LegClock
 
 MAX_REMEMBERED = 16384
 
@@ -28,6 +31,8 @@ class Entry(msgspec.Struct, kw_only=True):
 
     attempt_id: AttemptId
     bootstrap: BootstrapInfo | None
+    names: RequestNames
+    clock: LegClock
     stream_subject: str
     result_subject: str
     owner: str
@@ -86,13 +91,15 @@ class Ledger:
             return "duplicate" if self._taken.dispatch_of(attempt_id) == dispatch else "elsewhere"
         return "full" if len(self._entries) >= self._max_in_flight else "new"
 
-    def take(self, leg: PrefillRequest | DecodeRequest) -> Entry:
-        """Hold an attempt from now on."""
+    def take(self, leg: PrefillRequest | DecodeRequest, now: float = 0.0) -> Entry:
+        """Hold an attempt from now on (monotonic seconds)."""
         request = leg.request
         is_computing = isinstance(leg, PrefillRequest) or leg.params is None
         entry = Entry(
             attempt_id=request.attempt_id,
             bootstrap=leg.bootstrap if isinstance(leg, PrefillRequest) else None,
+            names=names_of(request),
+            clock=LegClock(now, leg.prefill_timings if isinstance(leg, DecodeRequest) else NO_TIMINGS),
             stream_subject=request.stream.subject,
             result_subject=leg.result_subject if isinstance(leg, PrefillRequest) else "",
             owner=request.stream.owner,

@@ -21,7 +21,7 @@ from schemas.errors import (
     StreamBrokenError,
     WorkerLostError,
 )
-from schemas.frames import Decoding, Failed, Finished, Prefilling, Tokens
+from schemas.frames import Begun, Decoding, Failed, Finished, Prefilling, Tokens
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo
 from schemas.hop import (
     Abort,
@@ -38,6 +38,8 @@ from schemas.hop import (
 from schemas.ids import AttemptId, new_room
 from schemas.worker import RuntimeConfig
 from services.engines.protocol import CacheChanged, Engine, EngineEvent
+from services.log_context import log_about, logging_about, names_of
+from services.phase_timings import NO_TIMINGS
 from services.worker.deadline_watch import DeadlineWatch
 from services.worker.ledger import Entry, Ledger
 from services.worker.load import LoadReporter
@@ -71,6 +73,7 @@ class LegDesk:
 
     async def on_prefill(self, leg: PrefillRequest, call: Call) -> AcceptedHop | Busy:
         """Take a prefill leg. A queue group's member makes the rendezvous itself and tells it in its ack."""
+        log_about(names_of(leg.request))
         made = None
         if leg.bootstrap is None and self._me.handoff == "rendezvous":
             made = self._bootstrap()
@@ -83,6 +86,7 @@ class LegDesk:
 
     async def on_decode(self, leg: DecodeRequest, call: Call) -> AcceptedHop | Busy:
         """Take a decode leg; from its ack on this worker alone ends the request's stream."""
+        log_about(names_of(leg.request))
         refusal = self._admit(leg)
         if refusal is not None:
             return refusal
@@ -115,6 +119,8 @@ class LegDesk:
         """Free an attempt, or make it end with `abort.error`; one that hasn't arrived yet will be refused."""
         self.stall.check()
         entry = self.ledger.get(abort.attempt_id)
+        log_about(None if entry is None else entry.names)
+        logger.debug("aborted: %s", abort.reason)
         self._abort(abort.attempt_id, abort.error if entry is not None else None)
         return Ok() if call.reply else None
 
@@ -173,16 +179,17 @@ class LegDesk:
             return Busy(by=self._me.worker_id, reason="draining" if self.is_draining else "full")
         has_kv = isinstance(leg, DecodeRequest) and leg.params is not None
         check_deadlines(request.deadlines, "decoding" if has_kv else "accepted", time.time())
-        entry = self.ledger.take(leg)
+        entry = self.ledger.take(leg, time.monotonic())
         try:
             if isinstance(leg, PrefillRequest):
                 self._engine.prefill(leg)
             else:
-                self._engine.decode(leg)
+                self._engine.decode(msgspec.structs.replace(leg, prefill_timings=NO_TIMINGS))
         except BaseException:
             self.ledger.refuse(request.attempt_id)
             raise
         self.deadlines.note(entry)
+        logger.debug("%s leg taken, %d prompt tokens", self._me.role, len(request.token_ids))
         return None
 
     def _deliver(self, entry: Entry, event: EngineEvent, now: float) -> None:
@@ -194,17 +201,32 @@ class LegDesk:
                 entry.last_token_at = now
                 if entry.stage != "streaming":
                     entry.stage = "streaming"
+                    entry.clock.first_token_at = entry.clock.first_token_at or time.monotonic()
                     self.deadlines.note(entry)
                 return
+            case Begun():
+                entry.clock.first_token_at = moment = time.monotonic()
+                timings = entry.clock.decoded(event.timings, moment)
+                self._outlet.say(entry.stream_subject, Begun(entry.attempt_id, timings))
+                return
             case Finished() | Failed():
+                if isinstance(event, Finished):
+                    timings = entry.clock.decoded(event.timings, time.monotonic())
+                    event = msgspec.structs.replace(event, timings=timings)
                 self._outlet.say(entry.stream_subject, event)
                 self._sent.note(entry.attempt_id, event)
                 self._sent.end(entry.attempt_id, time.monotonic())
             case PrefillDone() | PrefillEnded() | PrefillFailed():
+                if not isinstance(event, PrefillFailed):
+                    timings = entry.clock.prefilled(event.timings, time.monotonic())
+                    event = msgspec.structs.replace(event, timings=timings)
                 self._outlet.tell(entry.result_subject, event)
                 self._results.note(entry.result_subject, event)
         self.ledger.close(entry.attempt_id)
         self._loads.nudge()
+        if logger.isEnabledFor(logging.DEBUG):
+            with logging_about(entry.names):
+                logger.debug("%s leg ended: %s", self._me.role, type(event).__name__)
 
     def _close(self, entry: Entry, error: ErrorRecord) -> None:
         event: EngineEvent = Failed(entry.attempt_id, entry.next_seq, error)

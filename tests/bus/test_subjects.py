@@ -58,6 +58,7 @@ def test_every_subject_of_the_table_has_its_method_and_wildcard() -> None:
         SUBJECTS.decode("m", "c"),
         SUBJECTS.worker("w", "prefill"),
         SUBJECTS.router("r", "abort"),
+        SUBJECTS.gateway("g", "trace"),
         SUBJECTS.peer("w", "metadata"),
         SUBJECTS.admin("w", "drain"),
         SUBJECTS.kv_events("m", "w"),

@@ -11,8 +11,9 @@ from deploy.demo import answer_with_phases
 
 CHUNK = 'data: {"choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":null}]}\n\n'
 PHASES = (
-    '"busway":{"gateway_s":0.001,"route_s":0.002,"prefill_queue_s":0.01,"prefill_s":0.02,"transfer_s":0.003,'
-    '"decode_queue_s":0.0,"other_s":0.004,"first_token_s":0.04,"decode_s":0.1,"total_s":0.14,"kv_bytes":123456,'
+    '"busway":{"gateway_s":0.001,"retry_s":0.0,"queue_s":0.001,"route_s":0.001,"prefill_queue_s":0.01,"prefill_s":0.02,'
+    '"decode_queue_s":0.001,"transfer_s":0.003,"first_token_s":0.003,"unreported_s":0.0,"decode_s":0.1,"ttft_s":0.04,'
+    '"total_s":0.14,"kv_bytes":123456,'
     '"prefill_worker":"prefill-0","decode_worker":"decode-0","router":"router-0"}'
 )
 ANSWER = (
@@ -95,7 +96,8 @@ def test_the_demo_prints_answer_and_phases_in_milliseconds(url: str) -> None:
     timed = [line.split(" ms")[0].rsplit(maxsplit=1) for line in shown.splitlines() if " ms" in line]
     milliseconds = {name.strip(): number for name, number in timed}
     assert milliseconds == {
-        "gateway": "3.0",
+        "gateway": "1.0",
+        "route": "2.0",
         "prefill": "30.0",
         "transfer": "3.0",
         "waiting": "4.0",

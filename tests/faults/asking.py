@@ -55,6 +55,7 @@ class Answer:
         self.phase = ""
         self.status = 0
         self.retry_after = ""
+        self.id = ""
         self.longest_gap_s = 0.0
         self.num_resubmits = 0
         self.gate = asyncio.Event()
@@ -222,6 +223,7 @@ async def _read_events(response: aiohttp.ClientResponse, answer: Answer) -> None
             if "error" in event:
                 _fail(answer, line[6:])
             else:
+                answer.id = event["id"]
                 _take_event(answer, event)
     if not is_done and not answer.error:
         answer.error = "cut_off"

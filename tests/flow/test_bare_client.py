@@ -78,7 +78,7 @@ async def test_frames_come_in_order_with_one_end(server: NatsServer, handoff: Ha
         ack = await client.ask(request)
         assert (ack["type"], ack["by"]) == ("accepted.v1", "r0")
         frames = await client.until_end(request["attempt_id"])
-        assert [frame[0] for frame in frames if frame[0] != "t"] == ["a", "p", "d", "f"]
+        assert [frame[0] for frame in frames if frame[0] != "t"] == ["a", "p", "d", "b", "f"]
         tokens = [frame for frame in frames if frame[0] == "t"]
         ids = [token for frame in tokens for token in frame[3]]
         assert ids == (await here.generate([5, 6, 7], 6)).ids

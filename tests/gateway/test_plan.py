@@ -8,10 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import ContextOverflowError, RequestError
-from schemas.frames import Accepted, Decoding, Finished, Prefilling, Timings, Tokens, Usage
-from schemas.ids import AttemptId, WorkerId
 from services.gateway.openai_request import ChatRequest, parse_chat
-from services.gateway.phases import Phases
 from services.gateway.plan import CompletionPlan, Limits, plan_completions
 
 LIMITS = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16)
@@ -64,20 +61,3 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         plan_completions(request(), [[1000]], LIMITS, 1)
     with pytest.raises(RequestError, match="stop_token_ids"):
         plans(1, stop_token_ids=[1000])
-
-
-def test_phases_up_to_the_first_token_add_up_to_it() -> None:
-    attempt = AttemptId("a")
-    phases = Phases(10.0)
-    phases.sent_at = 10.1
-    phases.observe([Accepted(attempt, "r")], 10.3)
-    phases.observe([Prefilling(attempt, WorkerId("p")), Decoding(attempt, WorkerId("d"))], 10.4)
-    phases.observe([Tokens(attempt, 0, (1,))], 11.0)
-    phases.observe([Tokens(attempt, 1, (2,))], 12.0)
-    timings = Timings(prefill_queue_s=0.1, prefill_s=0.2, transfer_s=0.05, decode_queue_s=0.05, kv_bytes=9)
-    phases.observe([Finished(attempt, 2, "stop", Usage(prompt_tokens=1, completion_tokens=2), timings)], 12.0)
-    rendered: Any = phases.render(12.5)
-    assert rendered["first_token_s"] == pytest.approx(1.0)
-    assert rendered["other_s"] == pytest.approx(1.0 - 0.1 - 0.2 - 0.4)
-    assert (rendered["decode_s"], rendered["total_s"]) == (pytest.approx(1.0), pytest.approx(2.5))
-    assert (rendered["router"], rendered["prefill_worker"], rendered["decode_worker"]) == ("r", "p", "d")

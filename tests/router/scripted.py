@@ -13,7 +13,7 @@ from bus.connection import Bus
 from bus.discovery import register
 from bus.serving import Call
 from schemas.errors import BuswayError
-from schemas.frames import Decoding, Finished, Tokens, Usage, encode_frames
+from schemas.frames import Decoding, Finished, Timings, Tokens, Usage, encode_frames
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo, Handoff, KvTicket
 from schemas.hop import Abort, AcceptedHop, Busy, DecodeRequest, PrefillDone, PrefillRequest
 from schemas.ids import Epoch, WorkerId, new_room
@@ -76,13 +76,13 @@ class ScriptedWorker:
         assert isinstance(leg, PrefillRequest)
         return leg
 
-    async def decode_leg(self) -> DecodeRequest:
-        await self.wait_for(lambda me: me.legs)
-        leg = self.legs[0]
+    async def decode_leg(self, number: int = 1) -> DecodeRequest:
+        await self.wait_for(lambda me: len(me.legs) >= number)
+        leg = self.legs[number - 1]
         assert isinstance(leg, DecodeRequest)
         return leg
 
-    async def done(self, leg: PrefillRequest, *, lease_s: float = 10.0) -> KvTicket:
+    async def done(self, leg: PrefillRequest, *, lease_s: float = 10.0, timings: Timings | None = None) -> KvTicket:
         """Publish a prefill leg's ticket."""
         ticket = KvTicket(
             attempt_id=leg.request.attempt_id,
@@ -94,7 +94,9 @@ class ScriptedWorker:
             lease_s=lease_s,
             first_token_id=5,
         )
-        await self.tell(leg, PrefillDone(attempt_id=leg.request.attempt_id, params=ticket))
+        await self.tell(
+            leg, PrefillDone(attempt_id=leg.request.attempt_id, params=ticket, timings=timings or Timings())
+        )
         return ticket
 
     async def tell(self, leg: PrefillRequest, result: msgspec.Struct) -> None:

@@ -19,12 +19,13 @@ from schemas.errors import (
     RequestError,
     UnavailableError,
 )
-from schemas.frames import Accepted, Decoding, Failed, Finished, Frame, Tokens, decode_frames
+from schemas.frames import Accepted, Decoding, Failed, Finished, Frame, Timings, Tokens, decode_frames
 from schemas.handoff import BootstrapInfo, Handoff, TrtllmDisaggregatedParams, VllmKvTransferParams
 from schemas.hop import Abort, AcceptedHop, PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import AttemptId, RequestId, new_attempt_id
 from schemas.message import encode
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
+from schemas.trace_context import well_formed
 from services.config import PolicyName, RouterConfig
 from services.router.router import PrefillRouter
 from services.router.service import run_router
@@ -34,6 +35,9 @@ from tests.router.scripted import MODEL, ScriptedWorker, a_record, scripted_work
 @pytest.fixture(scope="module")
 def server(nats_server: NatsServer) -> NatsServer:
     return nats_server
+
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Owner:
@@ -56,6 +60,7 @@ class Owner:
         stream: str = "",
         model: str = MODEL,
         deadlines: Deadlines | None = None,
+        traceparent: str = TRACEPARENT,
     ) -> GenerateRequest:
         return GenerateRequest(
             request_id=RequestId("label"),
@@ -66,6 +71,7 @@ class Owner:
             stop=StopConditions(max_tokens=4),
             stream=StreamAddress(subject=stream or f"{self.bus.inbox}.tok.s"),
             deadlines=deadlines or Deadlines(),
+            traceparent=traceparent,
         )
 
     async def ask(self, request: GenerateRequest) -> AcceptedHop:
@@ -179,6 +185,31 @@ async def test_a_request_goes_to_prefill_then_to_decode_with_the_ticket(server: 
         await scene["d1"].generate(decode)
         assert isinstance(await scene.owner.terminal(request.attempt_id), Finished)
         assert scene.owner.frames[0] == Accepted(request.attempt_id, scene.router)
+
+
+@pytest.mark.parametrize("traceparent", ["", "00-nonsense-01", f"00-{'0' * 32}-b7ad6b7169203331-01"])
+async def test_a_request_without_a_usable_trace_context_begins_a_trace(server: NatsServer, traceparent: str) -> None:
+    async with stage(server, "p1", "d1") as scene:
+        await scene.owner.ask(scene.owner.request(traceparent=traceparent))
+        leg = await scene["p1"].prefill_leg()
+        assert well_formed(leg.request.traceparent)
+        await scene["p1"].done(leg)
+        decode = await scene["d1"].decode_leg()
+        assert decode.request.traceparent == leg.request.traceparent
+        await scene["d1"].generate(decode)
+
+
+async def test_decode_hears_what_routing_took_and_prefill_said(server: NatsServer) -> None:
+    """The router's own time is what is left of its interval: a prefill that claims to have taken longer leaves 0."""
+    async with stage(server, "p1", "d1") as scene:
+        for number, prefill_s in enumerate((1e-9, 1e3), start=1):
+            await scene.owner.ask(scene.owner.request())
+            leg = await scene["p1"].prefill_leg(number)
+            await scene["p1"].done(leg, timings=Timings(prefill_s=prefill_s))
+            decode = await scene["d1"].decode_leg(number)
+            assert decode.prefill_timings.prefill_s == prefill_s
+            assert (decode.prefill_timings.route_s > 0) == (prefill_s < 1)
+            await scene["d1"].generate(decode)
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "queue"])

@@ -6,6 +6,7 @@ from schemas.errors import ErrorRecord
 from schemas.explanation import Bid, Choice, ExplainRequest, Explanation, LocalPrefill, Refusal
 from schemas.frames import (
     Accepted,
+    Begun,
     Decoding,
     Failed,
     Finished,
@@ -53,6 +54,7 @@ from schemas.peer import (
 )
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions, StreamAddress
 from schemas.router_report import RouterReport, RoutingTotals
+from schemas.trace import AttemptTrace, CompletionTrace, PhaseSeconds, Trace, TraceRequest
 from schemas.worker import Heartbeat, LoadReport, PrefillCost, RuntimeConfig, ServiceRecord
 
 ATTEMPT = AttemptId("attempt-0123456789abcd")
@@ -62,7 +64,30 @@ EPOCH = Epoch(1_700_000_000_000_000_000)
 
 ERROR = ErrorRecord(code="engine_failed", message="out of memory", phase="prefill", param="n", retry_after_s=1.5)
 LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.25)))
-TIMINGS = Timings(prefill_queue_s=0.1, prefill_s=0.2, decode_queue_s=0.3, transfer_s=0.4, decode_s=0.5, kv_bytes=4096)
+TIMINGS = Timings(
+    route_s=0.05,
+    prefill_queue_s=0.1,
+    prefill_s=0.2,
+    decode_queue_s=0.3,
+    transfer_s=0.4,
+    first_token_s=0.01,
+    decode_s=0.5,
+    overlap_s=0.02,
+    kv_bytes=4096,
+)
+PHASES = PhaseSeconds(
+    gateway_s=0.001,
+    retry_s=0.25,
+    queue_s=0.5,
+    route_s=0.05,
+    prefill_queue_s=0.1,
+    prefill_s=0.2,
+    decode_queue_s=0.3,
+    transfer_s=0.4,
+    first_token_s=0.01,
+    unreported_s=0.0,
+    decode_s=0.5,
+)
 USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=4, num_computed_prompt_tokens=1)
 REQUEST = GenerateRequest(
     request_id=RequestId("request-1"),
@@ -176,6 +201,8 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         num_cached_tokens=16,
         num_bytes=4096,
         transfer_s=0.25,
+        last_transfer_s=0.125,
+        decode_wait_s=0.0625,
         prefill_queue_s=0.5,
         prefill_s=0.75,
     ),
@@ -309,6 +336,47 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
                 actual_s=0.25,
                 error_sum_s=0.25,
                 error_counts=(0, 1),
+            ),
+        ),
+    ),
+    Begun(ATTEMPT, TIMINGS),
+    TraceRequest(id="chatcmpl-request-1"),
+    Trace(
+        gateway="gw1",
+        request_id=RequestId("request-1"),
+        label="mine",
+        trace_id="0af7651916cd43dd8448eb211c80319c",
+        parent_id="b7ad6b7169203331",
+        endpoint="chat",
+        model="org/model-1.5",
+        outcome="worker_lost",
+        error="gone",
+        is_stream=True,
+        arrived_at=1_700_000_000.5,
+        total_s=2.5,
+        num_prompt_tokens=40,
+        completions=(
+            CompletionTrace(
+                index=0,
+                phases=PHASES,
+                total_s=2.25,
+                ttft_s=1.75,
+                num_tokens=3,
+                kv_bytes=4096,
+                overlap_s=0.02,
+                attempts=(
+                    AttemptTrace(
+                        attempt_id=ATTEMPT,
+                        sent_s=0.001,
+                        reached="streaming",
+                        phases=PHASES,
+                        total_s=2.0,
+                        router="r1",
+                        prefill_worker=PREFILL,
+                        decode_worker=DECODE,
+                        ended_by="worker_lost",
+                    ),
+                ),
             ),
         ),
     ),

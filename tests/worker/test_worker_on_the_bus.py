@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.discovery import Fleet, watch
 from bus.server import NatsServer
 from schemas.errors import AbortedError, DeadlineError, KvMismatchError, RequestError
-from schemas.frames import Decoding, Failed, Finished, Frame, Prefilling, Tokens, decode_frames
+from schemas.frames import Begun, Decoding, Failed, Finished, Frame, Prefilling, Tokens, decode_frames
 from schemas.handoff import BootstrapInfo, KvTicket
 from schemas.hop import (
     Abort,
@@ -192,7 +192,7 @@ async def test_a_leg_is_acked_then_streamed_one_message_a_step(server: NatsServe
         ack = await here.send(leg)
         assert ack == AcceptedHop(by=here.me.worker_id, epoch=here.me.epoch)
         await here.end_of(leg.request.attempt_id)
-        assert [type(frame) for frame in here.frames if not isinstance(frame, Tokens)] == [Decoding, Finished]
+        assert [type(frame) for frame in here.frames if not isinstance(frame, Tokens)] == [Decoding, Begun, Finished]
         seqs = [frame.seq for frame in here.frames if isinstance(frame, Tokens)]
         assert seqs == list(range(6))
 

@@ -6,7 +6,7 @@ A sequence after which no token can be drawn fails alone, and its KV becomes nob
 from collections.abc import Sequence as Seq
 
 from schemas.errors import EngineError, Phase
-from schemas.frames import TokenLogprobs, Tokens
+from schemas.frames import Begun, TokenLogprobs, Tokens
 from services.engines.paged.desk import ChunkComputed, PromptComputed
 from services.engines.paged.ledger import Ledger
 from services.engines.paged.planner import StepPlan
@@ -82,6 +82,8 @@ class Completion:
         """Append a completion token, tell, and end the sequence if the token does."""
         if not sequence.watch.first_token:
             sequence.watch.first_token = now
+            timings = sequence.watch.timings(sequence.tally, now)
+            self._ledger.notices.append(Begun(sequence.request.attempt_id, timings))
         self._ledger.notices.append(
             Tokens(
                 attempt_id=sequence.request.attempt_id,

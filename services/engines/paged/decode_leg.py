@@ -5,6 +5,7 @@ Blocks that anything may still write to are never used again before that is over
 
 import asyncio
 import logging
+import time
 from abc import abstractmethod
 from typing import Protocol
 
@@ -45,7 +46,7 @@ PROMPT_MISMATCH = "prompt_digest"
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV is in our blocks and may be used."""
+    """The KV is in our blocks and may be used. `timings`: what was waited for from this leg's beginning on."""
 
     first_token_id: int
     first_logprobs: TokenLogprobs | None
@@ -106,7 +107,8 @@ class DecodeLeg(Leg):
         self.peer_epoch = peer_epoch
         self.loss: BuswayError | None = None
         self.landing: Landing | None = None
-        self.prefill_timings = leg.prefill_timings
+        self.reserved_at = 0.0
+        self._began_at = time.monotonic()
         self._late: BuswayError = KvTransferError("the KV didn't come", phase="transfer")
         self._reserved: asyncio.Future[BlocksReserved] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -138,7 +140,19 @@ class DecodeLeg(Leg):
 
     async def reserved(self) -> BlocksReserved:
         """Wait for our blocks; from then on the transfer phase's time runs."""
-        return await self._reserved
+        reserved = await self._reserved
+        self.reserved_at = time.monotonic()
+        return reserved
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since this leg began."""
+        return time.monotonic() - self._began_at
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that this leg waited for its blocks."""
+        return self.reserved_at - self._began_at
 
     def limit(self, seconds: float, error: BuswayError) -> None:
         """From now on `obtain` has this long, else it failed with `error`."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from schemas.errors import ErrorRecord
-from schemas.frames import Failed, Finished, FinishReason, TokenLogprobs, Tokens
+from schemas.frames import Begun, Failed, Finished, FinishReason, TokenLogprobs, Tokens
 from schemas.ids import AttemptId
 from schemas.request import GenerateRequest
 from schemas.worker import PrefillCost
@@ -51,7 +51,7 @@ class PromptComputed(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float
 
 
-Notice = CacheChanged | BlocksReserved | ChunkComputed | PromptComputed | Tokens | Finished | Failed
+Notice = CacheChanged | BlocksReserved | ChunkComputed | PromptComputed | Begun | Tokens | Finished | Failed
 Notify = Callable[[Sequence[Notice]], None]
 
 
@@ -83,7 +83,7 @@ class Desk(Protocol):
     """
 
     def generate(self, request: GenerateRequest) -> None:
-        """Compute the prompt here and decode: Tokens …, Finished."""
+        """Compute the prompt here and decode: Begun, Tokens …, Finished."""
         ...
 
     def hold(self, request: GenerateRequest, *, report_chunks: bool) -> None:

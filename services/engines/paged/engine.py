@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from schemas.errors import ErrorRecord, RequestError, UnavailableError, error_from
-from schemas.frames import Failed, Finished, Timings, Tokens
+from schemas.frames import Begun, Failed, Finished, Timings, Tokens
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo, KvTicket
 from schemas.hop import DecodeRequest, PrefillDone, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId
@@ -212,7 +212,7 @@ class PagedEngine:
             prefill.yield_to_decode()
         self._desk.generate(leg.request)
         if leg.params is not None:
-            site.timings[leg.request.attempt_id] = leg.prefill_timings
+            site.timings[leg.request.attempt_id] = Timings()
 
     def _on_notices(self, notices: Sequence[Notice]) -> None:
         site = self._running()
@@ -224,9 +224,15 @@ class PagedEngine:
             leg = site.legs.get(notice.attempt_id)
             if isinstance(notice, Tokens):
                 events.append(notice)
+            elif isinstance(notice, Begun):
+                arrived = site.timings.get(notice.attempt_id)
+                events.append(Begun(notice.attempt_id, _with_arrival(notice.timings, arrived)))
             elif isinstance(notice, Finished | Failed):
                 event = leg.ended(notice) if leg is not None else notice
-                events.append(_with_prefill_timings(event, site.timings.pop(notice.attempt_id, None)))
+                arrived = site.timings.pop(notice.attempt_id, None)
+                if arrived is not None and isinstance(event, Finished):
+                    event = msgspec.structs.replace(event, timings=_with_arrival(event.timings, arrived))
+                events.append(event)
             elif leg is not None:
                 leg.notice(notice)
         if events:
@@ -268,18 +274,11 @@ def _is_local(params: object, site: HandoffSite) -> bool:
     )
 
 
-def _with_prefill_timings(event: EngineEvent, prefill: Timings | None) -> EngineEvent:
-    """Add to a finished remote decode what prefill said of its phases and what the transfer moved."""
-    if prefill is None or not isinstance(event, Finished):
-        return event
-    timings = msgspec.structs.replace(
-        event.timings,
-        prefill_queue_s=prefill.prefill_queue_s,
-        prefill_s=prefill.prefill_s,
-        transfer_s=prefill.transfer_s or event.timings.transfer_s,
-        kv_bytes=prefill.kv_bytes,
-    )
-    return msgspec.structs.replace(event, timings=timings)
+def _with_arrival(timings: Timings, arrived: Timings | None) -> Timings:
+    """Return a sequence's timings with what its handoff says of the time until the KV was here, if it had one."""
+    if arrived is None or arrived == Timings():
+        return timings
+    return msgspec.structs.replace(arrived, decode_s=timings.decode_s)
 
 
 def _profile(spec: RunnerSpec, handoff: HandoffMode) -> EngineProfile:

@@ -79,8 +79,8 @@ class Totals:
 
 
 class HandoffSite:
-    """The shared parts. `legs` are the open ones, `writes` those of closed ones that haven't settled; `timings`: what
-    is known of prefill for attempts that decode here; `landed`: until when an attempt's Landed is answered again."""
+    """The shared parts. `legs` are the open ones, `writes` those of closed ones that haven't settled; `timings`: how
+    the KV came, of attempts that decode here; `landed`: until when an attempt's Landed is answered again."""
 
     def __init__(
         self,

@@ -7,22 +7,27 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
+
+from msgspec import structs
 
 from schemas.errors import EngineError, ErrorRecord
 from schemas.frames import TokenLogprobs
 from schemas.ids import AttemptId
-from schemas.request import GenerateRequest
+from schemas.request import Deadlines, GenerateRequest
 from services.engines.paged.backlog import Backlog
 from services.engines.paged.desk import DeskLoad, Notify
 from services.engines.paged.limits import Limits
 from services.engines.paged.outbox import Outbox
 from services.engines.paged.runner import AllocateHost, ModelRunner, RunnerSpec
 from services.engines.paged.scheduler import Scheduler
-from services.engines.paged.step_loop import Order, StepLoop
+from services.engines.paged.step_loop import StepLoop
 from services.kv.layout import KvRegion
 
 T = TypeVar("T")
+Take = Callable[[GenerateRequest, float], None]
+NO_DEADLINES = Deadlines()
 
 
 class EngineThread:
@@ -83,16 +88,16 @@ class EngineThread:
     def generate(self, request: GenerateRequest) -> None:
         self._limits.check_decode(request)
         num_tokens = len(request.token_ids) + len(request.resume)
-        self._submit(lambda now: self._scheduler.generate(request, now), num_tokens)
+        self._submit(request, self._scheduler.generate, num_tokens)
 
     def hold(self, request: GenerateRequest, *, report_chunks: bool) -> None:
         self._limits.check_hold(request)
         num_tokens = len(request.token_ids) + len(request.resume)
-        self._submit(lambda now: self._scheduler.hold(request, now, report_chunks=report_chunks), num_tokens)
+        self._submit(request, partial(self._scheduler.hold, report_chunks=report_chunks), num_tokens)
 
     def reserve(self, request: GenerateRequest) -> None:
         self._limits.check_decode(request)
-        self._submit(lambda now: self._scheduler.reserve(request, now), 0)
+        self._submit(request, self._scheduler.reserve, 0)
 
     def begin(
         self,
@@ -135,12 +140,14 @@ class EngineThread:
         """Return the load, requests not yet applied included."""
         return self._backlog.added_to(self._steps.progress.added_to(self._scheduler.load(), time.monotonic()))
 
-    def _submit(self, order: Order, num_prefill_tokens: int) -> None:
+    def _submit(self, request: GenerateRequest, take: Take, num_prefill_tokens: int) -> None:
+        """Let the scheduler take a request before the next step; it waits from now on."""
         if self._ended.done():
             raise EngineError("the engine has ended")
+        asked_at, request = time.monotonic(), on_monotonic_clock(request)
 
         def apply(now: float) -> None:
-            order(now)
+            take(request, asked_at)
             self._backlog.add(-1, -num_prefill_tokens)
 
         self._backlog.add(1, num_prefill_tokens)
@@ -189,3 +196,25 @@ class EngineThread:
             error = EngineError(f"the engine's loop died: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
             self._ended.set_exception(error)
+
+
+def on_monotonic_clock(request: GenerateRequest) -> GenerateRequest:
+    """Return the request with its deadlines on the clock that the engine steps by, from Unix time: what the wall clock
+    does afterwards neither ends a request nor falsifies its times."""
+    deadlines = request.deadlines
+    if deadlines == NO_DEADLINES:
+        return request
+    ahead_s = time.time() - time.monotonic()
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else at - ahead_s
+
+    deadlines = Deadlines(
+        queue=moved(deadlines.queue),
+        prefill=moved(deadlines.prefill),
+        transfer=moved(deadlines.transfer),
+        first_token=moved(deadlines.first_token),
+        total=moved(deadlines.total),
+        inter_token_s=deadlines.inter_token_s,
+    )
+    return structs.replace(request, deadlines=deadlines)

@@ -20,6 +20,8 @@ class PrefillLeg(Leg):
     def __init__(self, site: HandoffSite, request: GenerateRequest) -> None:
         super().__init__(site, request)
         self.computed: PromptComputed | None = None
+        self.computed_at = 0.0
+        self._began_at = time.monotonic()
         self._moves: list[Move] = []
         self._has_result = False
 
@@ -69,12 +71,17 @@ class PrefillLeg(Leg):
         self.tell_peer(error_from(error))
         return PrefillFailed(attempt_id=self.attempt_id, error=error)
 
+    def note_computed(self, computed: PromptComputed) -> None:
+        """The prompt is done."""
+        self.computed, self.computed_at = computed, time.monotonic()
+
     def timings(self) -> Timings:
-        """Return the phases of a computed prompt."""
+        """Return the phases of a computed prompt: all that isn't queue is prefill."""
         computed = self.computed
         if computed is None:
             return Timings()
-        return Timings(prefill_queue_s=computed.queue_s, prefill_s=computed.prefill_s)
+        prefill_s = self.computed_at - self._began_at - computed.queue_s
+        return Timings(prefill_queue_s=computed.queue_s, prefill_s=max(0.0, prefill_s))
 
 
 async def moved(moves: list[Move]) -> int:

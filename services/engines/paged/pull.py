@@ -21,6 +21,7 @@ from schemas.errors import (
     NoRespondersError,
     error_from,
 )
+from schemas.frames import Timings
 from schemas.handoff import KvTicket
 from schemas.hop import DecodeRequest, PrefillDone, PrefillEnded, PrefillRequest
 from schemas.ids import Epoch, WorkerId
@@ -52,10 +53,11 @@ class PullPrefill(PrefillLeg):
 
     def notice(self, notice: LegNotice) -> None:
         if isinstance(notice, PromptComputed) and not self._is_computed.done():
+            self.note_computed(notice)
             self._is_computed.set_result(notice)
 
     async def run(self) -> None:
-        self.computed = computed = await self._is_computed
+        computed = await self._is_computed
         if computed.finish_reason is not None:
             self.close()
             self.emit_result(
@@ -179,13 +181,12 @@ class PullDecode(DecodeLeg):
         self._check_ticket()
         reserved = await self.reserved()
         self.limit_transfer()
-        began = time.monotonic()
         num_blocks = num_blocks_for(ticket.num_tokens, self.site.block_size)
         moves = block_moves(ticket.block_ids, reserved.block_ids, first=reserved.num_cached_blocks, last=num_blocks)
         num_bytes = await self._fetch(moves) if len(moves) else 0
         await self.site.pauses.wait("before_confirm", self.attempt_id)
         await self._confirm()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - self.reserved_at
         if num_bytes:
             self.site.totals.fetched(len(moves) * self.site.block_size, seconds)
         return Arrival(
@@ -193,7 +194,7 @@ class PullDecode(DecodeLeg):
             first_logprobs=ticket.first_logprobs,
             num_cached_tokens=ticket.num_cached_tokens,
             num_bytes=num_bytes,
-            timings=msgspec.structs.replace(self.prefill_timings, transfer_s=seconds),
+            timings=Timings(decode_queue_s=self.queue_s, transfer_s=seconds),
         )
 
     def _check_ticket(self) -> None:

@@ -22,6 +22,7 @@ from schemas.errors import (
     WorkerLostError,
     error_from,
 )
+from schemas.frames import Timings
 from schemas.handoff import BootstrapInfo
 from schemas.hop import DecodeRequest, Ok, PrefillDone, PrefillRequest
 from schemas.ids import Epoch, WorkerId
@@ -40,6 +41,7 @@ from services.engines.paged.peers import Peer
 from services.engines.paged.prefill_leg import PrefillLeg, moved
 from services.kv.mover import Moved
 from services.kv.plan import block_moves, num_blocks_for, num_ready_blocks
+from services.phase_timings import fitted, waited_for
 
 _UNREACHABLE = (AckTimeoutError, NoRespondersError, BusUnavailableError)
 STARVED_S = 0.5
@@ -54,6 +56,7 @@ class MeetPrefill(PrefillLeg):
         self._decode_worker = leg.decode_worker
         self._progress: ChunkComputed | PromptComputed | None = None
         self._meet: MeetRequest | None = None
+        self._met_at = 0.0
         self._wake = asyncio.Event()
         self._num_written_blocks = 0
         self._late: BuswayError = KvTransferFailedError("the KV wasn't delivered", phase="transfer")
@@ -74,7 +77,7 @@ class MeetPrefill(PrefillLeg):
             return
         self._progress = notice
         if isinstance(notice, PromptComputed):
-            self.computed = notice
+            self.note_computed(notice)
         self._wake.set()
 
     def meet(self, request: MeetRequest) -> Verdict:
@@ -83,6 +86,7 @@ class MeetPrefill(PrefillLeg):
             self._check(request)
         except BuswayError as error:
             return Verdict(is_good=False, error=error.record())
+        self._met_at = self._met_at or time.monotonic()
         self._meet = request
         self._decode_worker = request.decode_worker
         self._wake.set()
@@ -138,7 +142,7 @@ class MeetPrefill(PrefillLeg):
             raise KvTransferFailedError("delivered to nobody")
         self._limit_transfer(self._meet)
         num_bytes = await moved(self._moves)
-        await self._tell_landed(self.computed, self._meet, num_bytes, time.monotonic() - began_s)
+        await self._tell_landed(self.computed, self._meet, num_bytes, began_s)
 
     async def _news(self) -> None:
         """Wait until decode has met or more is computed; starved of blocks meanwhile, take some back."""
@@ -207,8 +211,9 @@ class MeetPrefill(PrefillLeg):
         if isinstance(error, BuswayError) and self.is_open:
             self.abort(error)
 
-    async def _tell_landed(self, computed: PromptComputed, meet: MeetRequest, num_bytes: int, seconds: float) -> None:
+    async def _tell_landed(self, computed: PromptComputed, meet: MeetRequest, num_bytes: int, began_s: float) -> None:
         """Return when decode has taken note; it is told again until it answers."""
+        now, timings, ready_at = time.monotonic(), self.timings(), max(self.computed_at, self._met_at)
         message = Landed(
             attempt_id=self.attempt_id,
             room=self._bootstrap.room,
@@ -216,9 +221,11 @@ class MeetPrefill(PrefillLeg):
             first_logprobs=computed.first_logprobs,
             num_cached_tokens=computed.num_cached_tokens,
             num_bytes=num_bytes,
-            transfer_s=seconds,
-            prefill_queue_s=computed.queue_s,
-            prefill_s=computed.prefill_s,
+            transfer_s=now - began_s,
+            last_transfer_s=now - ready_at,
+            decode_wait_s=ready_at - self.computed_at,
+            prefill_queue_s=timings.prefill_queue_s,
+            prefill_s=timings.prefill_s,
         )
         while True:
             try:
@@ -292,12 +299,7 @@ class MeetDecode(DecodeLeg):
             first_logprobs=landed.first_logprobs,
             num_cached_tokens=landed.num_cached_tokens,
             num_bytes=landed.num_bytes,
-            timings=msgspec.structs.replace(
-                self.prefill_timings,
-                prefill_queue_s=landed.prefill_queue_s,
-                prefill_s=landed.prefill_s,
-                transfer_s=landed.transfer_s,
-            ),
+            timings=as_waited_for(landed, self.waited_s),
         )
 
     async def _connected(self) -> Peer:
@@ -338,6 +340,20 @@ class MeetDecode(DecodeLeg):
             if verdict.error is not None:
                 raise error_from(verdict.error)
             await asyncio.sleep(RETRY_GAP_S)
+
+
+def as_waited_for(landed: Landed, waited_s: float) -> Timings:
+    """Return what decode waited for, by prefill's account: prefill had begun earlier, and what passed between its last
+    word and our hearing it was transfer."""
+    told = Timings(
+        prefill_queue_s=landed.prefill_queue_s,
+        prefill_s=landed.prefill_s,
+        decode_queue_s=landed.decode_wait_s,
+        transfer_s=landed.last_transfer_s,
+        overlap_s=max(0.0, landed.transfer_s - landed.last_transfer_s),
+    )
+    told = fitted(told, waited_s)
+    return msgspec.structs.replace(told, transfer_s=told.transfer_s + max(0.0, waited_s - waited_for(told)))
 
 
 def _take_back_blocks(site: HandoffSite) -> None:

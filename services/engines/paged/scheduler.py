@@ -1,7 +1,7 @@
 """Continuous batching over a paged KV pool: orders in, step plans out, results in, notices out.
 
-Pure: no I/O, no clock (`now` is passed, in seconds of Unix time), no threads. The engine thread and the virtual-time
-replay both drive it: apply orders, `schedule`, run the plan, `apply` its results, `take` the notices.
+Pure: no I/O, no clock (`now` is passed, in seconds of the clock that the requests' deadlines are on), no threads. Its
+driver applies orders, calls `schedule`, runs the plan, gives `apply` its results, and has the notices by `take`.
 Orders for attempts that are unknown or over are passed over: they race with the attempts' ends.
 """
 

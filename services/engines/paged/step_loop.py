@@ -18,7 +18,7 @@ Order = Callable[[float], None]
 
 
 class StepLoop:
-    """`post` and `stop` may be called from any thread; the rest runs on the engine's."""
+    """`post` and `stop` may be called from any thread; the rest runs on the engine's. Times are monotonic seconds."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, outbox: Outbox) -> None:
         self._runner = runner
@@ -49,7 +49,7 @@ class StepLoop:
         scheduler, execute = self._scheduler, self._runner.execute
         while not self._is_stopping:
             self._apply_orders()
-            plan = scheduler.schedule(time.time())
+            plan = scheduler.schedule(time.monotonic())
             self._flush()
             if plan is None:
                 self._idle()
@@ -57,13 +57,13 @@ class StepLoop:
             started = self.progress.begin(plan, time.monotonic())
             sampled = execute(plan.slices)
             self.progress.end(plan, time.monotonic() - started)
-            scheduler.apply(plan, sampled, time.time())
+            scheduler.apply(plan, sampled, time.monotonic())
             self._flush()
 
     def _apply_orders(self) -> None:
         orders = self._orders
         while orders:
-            orders.popleft()(time.time())
+            orders.popleft()(time.monotonic())
 
     def _flush(self) -> None:
         notices: list[Notice | Unmute] = [*self._scheduler.take(), *self._unmutes]
@@ -76,7 +76,7 @@ class StepLoop:
 
     def _idle(self) -> None:
         deadline = self._scheduler.next_deadline
-        timeout_s = None if deadline == inf else min(max(0.0, deadline - time.time()), threading.TIMEOUT_MAX)
+        timeout_s = None if deadline == inf else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
         self._wake.wait(timeout_s)
         # Cleared before the orders are looked at: one posted from here on sets it again.
         self._wake.clear()

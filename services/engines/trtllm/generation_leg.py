@@ -131,7 +131,6 @@ class GenerationLeg(Leg):
         self.site.book.totals.num_transfer_bytes += kv_bytes
         num_cached = self._params.num_cached_tokens if self._params is not None else output.cached_tokens
         first_s = self._first_result_at - self.started
-        before = self._leg.prefill_timings
         return Finished(
             attempt_id=self.request.attempt_id,
             seq=end,
@@ -143,8 +142,7 @@ class GenerationLeg(Leg):
                 num_computed_prompt_tokens=0 if is_remote else max(0, num_prompt - num_cached),
             ),
             timings=Timings(
-                prefill_queue_s=before.prefill_queue_s,
-                prefill_s=before.prefill_s if is_remote else first_s,
+                prefill_s=0.0 if is_remote else first_s,
                 transfer_s=first_s if is_remote else 0.0,
                 decode_s=time.monotonic() - self._first_result_at,
                 kv_bytes=kv_bytes,

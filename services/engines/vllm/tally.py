@@ -2,8 +2,6 @@
 
 import time
 
-import msgspec
-
 from schemas.frames import Timings, Usage
 from schemas.hop import DecodeRequest
 from services.engines.vllm.words import CoreOutput, PromptStats
@@ -42,9 +40,5 @@ class Tally:
         prompt, decode_s = self.prompt or _NOTHING, time.monotonic() - self._first_token_at
         if self._params is None:
             return Timings(prefill_queue_s=prompt.queue_s, prefill_s=prompt.prefill_s, decode_s=decode_s)
-        return msgspec.structs.replace(
-            self._leg.prefill_timings,
-            transfer_s=prompt.queue_s,
-            decode_s=decode_s,
-            kv_bytes=prompt.external * kv_bytes_per_token,
-        )
+        kv_bytes = prompt.external * kv_bytes_per_token
+        return Timings(transfer_s=prompt.queue_s, decode_s=decode_s, kv_bytes=kv_bytes)

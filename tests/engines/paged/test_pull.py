@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from schemas.errors import RequestError
-from schemas.frames import Failed, Finished, Tokens
+from schemas.frames import Begun, Failed, Finished, Tokens
 from schemas.handoff import KvTicket
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import Epoch, new_attempt_id
@@ -460,7 +460,7 @@ async def test_an_abort_in_any_phase_leaves_nothing_on_either_side(fetch, point,
 
 
 def ends_of(host: Host, request) -> list[EngineEvent]:
-    return [event for event in host.events.get(request.attempt_id, []) if not isinstance(event, Tokens)]
+    return [event for event in host.events.get(request.attempt_id, []) if not isinstance(event, Begun | Tokens)]
 
 
 async def test_an_abort_at_prefill_after_the_ticket_spoils_the_fetch_not_the_text():

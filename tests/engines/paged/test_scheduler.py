@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import EngineError, RequestError
-from schemas.frames import Failed, Finished, Tokens
+from schemas.frames import Begun, Failed, Finished, Tokens
 from schemas.request import Deadlines, GenerateRequest, StopConditions
 from services.engines.paged.desk import BlocksReserved, ChunkComputed, Notice, PromptComputed
 from services.engines.paged.limits import Limits
@@ -542,8 +542,8 @@ def test_an_abort_with_an_error_gives_one_failed_and_one_without_gives_none() ->
         stage.scheduler.abort(loud.attempt_id, error=EngineError("no more").record())
         stage.scheduler.abort(silent.attempt_id)
     stage.run()
-    assert [type(n) for n in stage.of(loud)] == [Tokens, Failed]
-    assert [type(n) for n in stage.of(silent)] == [Tokens]
+    assert [type(n) for n in stage.of(loud)] == [Begun, Tokens, Failed]
+    assert [type(n) for n in stage.of(silent)] == [Begun, Tokens]
     stage.assert_empty()
 
 

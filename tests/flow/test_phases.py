@@ -1,0 +1,314 @@
+"""Where a request's time went: the phases add up to what the client measured, and each grows with what delays it."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import orjson
+import pytest
+
+from bus.server import NatsServer
+from deploy.tracing import find_trace
+from schemas.trace import CompletionTrace, PhaseSeconds, Trace
+from services.config import GatewayConfig, HandoffMode
+from services.gateway.service import run_gateway
+from tests.flow.stack import Stack, connect, stack
+
+HANDOFFS: list[HandoffMode] = ["pull", "rendezvous"]
+PAIR = ("p1", "d1")
+# 60 tokens: 120 ms of prefill, 60 x 16 KiB at 10 MB/s: about 100 ms of transfer, 20 ms a token.
+SLOW = {
+    "prefill_ms_per_token": "2",
+    "kv_bytes_per_token": "16384",
+    "transfer_gb_per_s": "0.01",
+    "decode_ms_per_step": "20",
+}
+PROMPT_TOKENS = 60
+CLIENT_ERROR_S = 0.06
+"""Client and gateway share a loop with everything else: what they measure differs by a few turns of it."""
+HELD_S = 0.3
+
+
+class Seen(NamedTuple):
+    """What a client measured of a stream, in seconds, and the answer's id."""
+
+    ttft_s: float
+    total_s: float
+    id: str
+    headers: dict[str, str]
+
+
+class Asker:
+    """A client of a gateway in front of a stack."""
+
+    def __init__(self, here: Stack, url: str, http: aiohttp.ClientSession) -> None:
+        self.here = here
+        self.url = url
+        self.http = http
+        self._number = 0
+
+    def body(self, max_tokens: int, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        prompt = [3 + (self._number * 7919 + index * 31) % 400 for index in range(PROMPT_TOKENS)]
+        return {"model": "sim", "prompt": prompt, "max_tokens": max_tokens, "stream": True, **fields}
+
+    async def ask(self, max_tokens: int = 6, **headers: str) -> Seen:
+        began = perf_counter()
+        first_at, last_id = 0.0, ""
+        async with self.http.post(
+            f"{self.url}/v1/completions", json=self.body(max_tokens), headers=headers
+        ) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    first_at = first_at or perf_counter()
+                    last_id = orjson.loads(line[6:])["id"]
+            return Seen(first_at - began, perf_counter() - began, last_id, dict(response.headers))
+
+    async def trace(self, id: str) -> Trace:
+        found, _ = await find_trace(self.here.bus, id)
+        assert found is not None, id
+        return found
+
+    async def trace_of_ended(self, id: str) -> Trace:
+        async with asyncio.timeout(5.0):
+            while (trace := await self.trace(id)).outcome == "running":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return trace
+
+    async def traced(self, max_tokens: int = 6) -> tuple[Seen, CompletionTrace]:
+        """Ask, and return what the client saw and what the gateway says of it, which must agree."""
+        seen = await self.ask(max_tokens)
+        (completion,) = (await self.trace(seen.id)).completions
+        check_adds_up(completion)
+        assert completion.ttft_s is not None
+        assert -0.001 < seen.ttft_s - completion.ttft_s < CLIENT_ERROR_S
+        assert -0.001 < seen.total_s - completion.total_s < CLIENT_ERROR_S
+        return seen, completion
+
+
+def check_adds_up(completion: CompletionTrace) -> None:
+    seconds = msgspec.structs.asdict(completion.phases)
+    assert min(seconds.values()) >= 0, seconds
+    assert sum(seconds.values()) == pytest.approx(completion.total_s)
+    if completion.ttft_s is not None:
+        assert sum(seconds.values()) - seconds["decode_s"] == pytest.approx(completion.ttft_s)
+        assert seconds["unreported_s"] == 0
+
+
+@contextlib.asynccontextmanager
+async def asker(here: Stack) -> AsyncIterator[Asker]:
+    """Run a gateway in front of a stack and be its client."""
+    stop = asyncio.Event()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with (
+        connect(here.server, "gateway", here.namespace) as bus,
+        asyncio.TaskGroup() as tasks,
+        aiohttp.ClientSession() as http,
+    ):
+        tasks.create_task(run_gateway(bus, GatewayConfig(port=0, id="g1"), stop=stop, ready=url.set_result))
+        here_asks = Asker(here, await url, http)
+        try:
+            async with asyncio.timeout(5.0):
+                while (await http.get(f"{here_asks.url}/ready")).status != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                await here.fleet.wait_for(lambda fleet: "g1" in fleet.gateways, 5.0)
+            await here_asks.ask(2)
+            yield here_asks
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+async def test_the_phases_of_a_pair_add_up_to_what_the_client_measured(
+    server: NatsServer, handoff: HandoffMode
+) -> None:
+    async with stack(server, *PAIR, handoff=handoff, engine_args=SLOW) as here, asker(here) as client:
+        _, completion = await client.traced()
+        phases = completion.phases
+        assert 0.115 < phases.prefill_s < 0.2
+        assert 0.09 < phases.transfer_s < 0.2
+        assert 0.1 <= phases.decode_s < 0.3
+        assert min(phases.gateway_s, phases.queue_s, phases.route_s, phases.first_token_s) > 0
+        assert completion.kv_bytes == 64 * 16384
+        (attempt,) = completion.attempts
+        assert (attempt.router, attempt.prefill_worker, attempt.decode_worker) == ("r0", "p1", "d1")
+
+
+async def test_the_phases_of_an_aggregated_request_have_no_transfer(server: NatsServer) -> None:
+    async with stack(server, "b1", engine_args=SLOW) as here, asker(here) as client:
+        _, completion = await client.traced()
+        phases = completion.phases
+        assert 0.12 <= phases.prefill_s < 0.2
+        assert (phases.transfer_s, phases.decode_queue_s) == (0, 0)
+        assert completion.attempts[0].prefill_worker == ""
+
+
+async def test_transfer_that_runs_while_the_prompt_is_computed_costs_nothing(server: NatsServer) -> None:
+    """Four chunks: all but the last one's KV moves meanwhile, and isn't counted twice."""
+    args = SLOW | {"max_batched_tokens": "16"}
+    async with stack(server, *PAIR, handoff="rendezvous", engine_args=args) as here, asker(here) as client:
+        _, completion = await client.traced()
+        assert completion.overlap_s > 0.05
+        assert completion.phases.transfer_s < 0.08
+        assert 0.115 < completion.phases.prefill_s < 0.25
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+async def test_waiting_for_a_full_prefill_worker_is_prefill_queue(server: NatsServer, handoff: HandoffMode) -> None:
+    args = SLOW | {"max_num_seqs": "1", "transfer_gb_per_s": "0"}
+    async with stack(server, *PAIR, handoff=handoff, engine_args=args) as here, asker(here) as client:
+        async with asyncio.TaskGroup() as tasks:
+            both = [tasks.create_task(client.traced(1)) for _ in range(2)]
+        queued = sorted(task.result()[1].phases.prefill_queue_s for task in both)
+        assert queued[0] < 0.06
+        assert 0.06 < queued[1] < 0.3
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+async def test_waiting_for_a_full_decode_worker_is_decode_queue(
+    server: NatsServer, handoff: HandoffMode, tmp_path: Path
+) -> None:
+    """The occupant stands at its second token; the other's KV is ready long before there is room for it."""
+    args = SLOW | {"max_num_seqs": "1", "pause_dir": str(tmp_path)}
+    async with stack(server, *PAIR, handoff=handoff, engine_args=args) as here, asker(here) as client:
+        (tmp_path / "after_first_token.hit").unlink(missing_ok=True)
+        (tmp_path / "after_first_token.pause").touch()
+        async with asyncio.TaskGroup() as tasks:
+            occupant = tasks.create_task(client.traced(3))
+            await here.until((tmp_path / "after_first_token.hit").exists)
+            other = tasks.create_task(client.traced(2))
+            await here.until(lambda: here["d1"].load().waiting == 1)
+            await here.until(lambda: here["p1"].load().queued_prefill_tokens == 0)
+            await asyncio.sleep(HELD_S)
+            (tmp_path / "after_first_token.pause").unlink()
+        assert occupant.result()[1].phases.decode_s > HELD_S
+        assert occupant.result()[1].phases.decode_queue_s < 0.05
+        assert other.result()[1].phases.decode_queue_s > HELD_S
+        assert other.result()[1].phases.transfer_s < HELD_S
+
+
+POINTS = [
+    ("pull", "before_prefill", "prefill_s"),
+    ("pull", "before_ticket", "prefill_s"),
+    ("pull", "mid_transfer", "transfer_s"),
+    ("pull", "before_confirm", "transfer_s"),
+    ("pull", "after_first_token", "decode_s"),
+    ("rendezvous", "before_prefill", "prefill_s"),
+    ("rendezvous", "mid_transfer", "transfer_s"),
+    ("rendezvous", "after_first_token", "decode_s"),
+]
+
+
+@pytest.mark.parametrize(("handoff", "point", "phase"), POINTS)
+async def test_what_is_held_up_shows_in_its_phase_and_in_no_other(
+    server: NatsServer, handoff: HandoffMode, point: str, phase: str, tmp_path: Path
+) -> None:
+    args = {"pause_dir": str(tmp_path)}
+    async with stack(server, *PAIR, handoff=handoff, engine_args=args) as here, asker(here) as client:
+        (tmp_path / f"{point}.hit").unlink(missing_ok=True)
+        (tmp_path / f"{point}.pause").touch()
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(client.traced())
+            await here.until((tmp_path / f"{point}.hit").exists)
+            await asyncio.sleep(HELD_S)
+            (tmp_path / f"{point}.pause").unlink()
+        seconds = msgspec.structs.asdict(asked.result()[1].phases)
+        assert seconds.pop(phase) > 0.9 * HELD_S
+        assert max(seconds.values()) < 0.5 * HELD_S, seconds
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+async def test_a_client_that_left_is_shown_as_far_as_it_got(
+    server: NatsServer, handoff: HandoffMode, tmp_path: Path
+) -> None:
+    args = {"pause_dir": str(tmp_path)}
+    async with stack(server, *PAIR, handoff=handoff, engine_args=args) as here, asker(here) as client:
+        (tmp_path / "before_prefill.hit").unlink()
+        (tmp_path / "before_prefill.pause").touch()
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(client.ask(**{"X-Request-Id": "leaver"}))
+            await here.until((tmp_path / "before_prefill.hit").exists)
+            running = await client.trace("leaver")
+            assert running.outcome == "running"
+            assert running.completions[0].attempts[0].reached in ("prefilling", "decoding")
+            asked.cancel()
+        trace = await client.trace_of_ended("leaver")
+        (tmp_path / "before_prefill.pause").unlink()
+        await here.all_free()
+        assert trace.outcome == "aborted"
+        (completion,) = trace.completions
+        check_adds_up(completion)
+        assert completion.ttft_s is None
+        assert completion.phases.unreported_s > 0
+        assert trace.request_id != "leaver"
+        assert (await client.trace(completion.attempts[0].attempt_id)).request_id == trace.request_id
+
+
+async def test_a_request_that_is_refused_says_why(server: NatsServer) -> None:
+    async with stack(server, *PAIR) as here, asker(here) as client:
+        for headers, fields, code in (
+            ({"X-Request-Id": "too long"}, {"max_tokens": 10**6}, "context_length_exceeded"),
+            ({"X-Request-Id": "no model"}, {"model": "other"}, "model_not_found"),
+        ):
+            body = client.body(1) | fields
+            async with client.http.post(f"{client.url}/v1/completions", json=body, headers=headers) as response:
+                assert response.status in (400, 404)
+                assert response.headers["X-Request-Id"] == headers["X-Request-Id"]
+            trace = await client.trace(headers["X-Request-Id"])
+            assert (trace.outcome, trace.completions) == (code, ())
+            assert trace.error
+            assert 0 < trace.total_s < 5
+
+
+async def test_every_choice_has_its_phases_and_the_whole_its_names(server: NatsServer) -> None:
+    caused_by = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with stack(server, *PAIR) as here, asker(here) as client:
+        headers = {"traceparent": caused_by, "X-Busway-Timings": "1"}
+        body = client.body(3) | {"n": 3, "stream": False}
+        async with client.http.post(f"{client.url}/v1/completions", json=body, headers=headers) as response:
+            answer = orjson.loads(await response.read())
+            assert response.headers["traceparent"].startswith(caused_by[:36])
+            assert response.headers["traceparent"] != caused_by
+        trace = await client.trace(answer["id"])
+        assert (trace.trace_id, trace.parent_id) == (caused_by[3:35], caused_by[36:52])
+        assert [one.index for one in trace.completions] == [0, 1, 2]
+        for completion in trace.completions:
+            check_adds_up(completion)
+            assert completion.num_tokens == 3
+        told = answer["busway"]
+        assert (told["request_id"], told["trace_id"]) == (trace.request_id, trace.trace_id)
+        assert told["total_s"] == pytest.approx(trace.completions[0].total_s, abs=1e-4)
+        for name in (trace.trace_id, trace.request_id, f"cmpl-{trace.request_id}"):
+            assert (await client.trace(name)).request_id == trace.request_id
+
+
+async def test_an_id_that_no_gateway_knows_is_found_nowhere(server: NatsServer) -> None:
+    async with stack(server, *PAIR) as here, asker(here):
+        assert await find_trace(here.bus, "unheard-of") == (None, 1)
+
+
+async def test_the_phases_are_metrics_and_add_up_there_too(server: NatsServer) -> None:
+    async with stack(server, *PAIR, engine_args=SLOW) as here, asker(here) as client:
+        for _ in range(3):
+            await client.ask()
+        text = await (await client.http.get(f"{client.url}/metrics")).text()
+        counts, sums = series(text, "count"), series(text, "sum")
+        wanted = {name.removesuffix("_s") for name in PhaseSeconds.__struct_fields__}
+        assert counts == dict.fromkeys(wanted, 4.0)
+        ttft = re.search(r"^busway_gateway_time_to_first_token_seconds_sum\S* (\S+)$", text, re.MULTILINE)
+        assert ttft is not None
+        assert sum(sums.values()) - sums["decode"] == pytest.approx(float(ttft[1]))
+        assert sums["prefill"] > 0.36
+
+
+def series(text: str, suffix: str) -> dict[str, float]:
+    """Return a sample of the phase histogram for each phase."""
+    pattern = rf'^busway_request_phase_seconds_{suffix}{{model="sim",phase="(\w+)"}} (\S+)$'
+    return {phase: float(value) for phase, value in re.findall(pattern, text, re.MULTILINE)}
