@@ -3,6 +3,9 @@
 K and V are gathered by ONE index_select of whole (block, head) rows: in a head-major pool each is one contiguous
 piece. SDPA isn't used: with one query and grouped heads its CPU path was 20 times slower, and its causal mask is
 aligned to the top left, which is wrong for a chunk that follows others (facts measured with torch 2.13).
+
+Scores, softmax and sums are float32 whatever the model's dtype is: scores rounded to bfloat16 doubled the divergence
+from the model in float32 (tests/engines/torch/test_half_precision.py).
 """
 
 import torch
@@ -17,25 +20,27 @@ class PagedAttention:
     def __init__(self, head_dim: int) -> None:
         self._head_dim = head_dim
         self._buffer: torch.Tensor | None = None
+        self._wide: torch.Tensor | None = None
 
     def attend(self, queries: torch.Tensor, block_rows: torch.Tensor, reads: Reads) -> torch.Tensor:
-        """Return [num_tokens, kv_heads, group, head_dim], as `queries` are (scaled already).
+        """Return [num_tokens, kv_heads, group, head_dim] in the dtype of `queries` (scaled already).
 
         `block_rows` [2 * num_blocks * kv_heads, block_size * head_dim] is one layer of the pool, this step's K and V
         written.
         """
+        dtype, queries = queries.dtype, queries.float()
         out = torch.empty_like(queries)
         for group in reads.decodes:
             out[group.first : group.last] = self._decode(queries[group.first : group.last], block_rows, group)
         for chunk in reads.chunks:
             self._prefill(queries[chunk.first : chunk.last], block_rows, chunk, out[chunk.first : chunk.last])
-        return out
+        return out.to(dtype)
 
     def _decode(self, queries: torch.Tensor, block_rows: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         num_seqs, num_kv_heads = queries.shape[:2]
         keys, values = self._gather(block_rows, group.rows).view(2, num_seqs, num_kv_heads, -1, self._head_dim)
         scores = torch.matmul(queries, keys.transpose(-1, -2)).masked_fill_(group.hidden, float("-inf"))
-        return torch.matmul(_softmax(scores), values)
+        return torch.matmul(torch.softmax(scores, dim=-1), values)
 
     def _prefill(self, queries: torch.Tensor, block_rows: torch.Tensor, chunk: Chunk, out: torch.Tensor) -> None:
         _, num_kv_heads, group_size, head_dim = queries.shape
@@ -47,16 +52,22 @@ class PagedAttention:
                 num_kv_heads, group_size, last - first, -1
             )
             scores[..., partial - low :].masked_fill_(hidden, float("-inf"))
-            weights = _softmax(scores).view(num_kv_heads, -1, high - low)
+            weights = torch.softmax(scores, dim=-1).view(num_kv_heads, -1, high - low)
             found = torch.bmm(weights, values[:, low:high]).view(num_kv_heads, group_size, last - first, head_dim)
             out[first:last] = found.permute(2, 0, 1, 3)
 
     def _gather(self, block_rows: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return these rows, in the buffer: valid until the next gather."""
-        if self._buffer is None or self._buffer.shape[0] < len(rows):
-            self._buffer = block_rows.new_empty(len(rows) * 5 // 4, block_rows.shape[1])
-        return torch.index_select(block_rows, 0, rows, out=self._buffer[: len(rows)])
+        """Return these rows in float32, in a buffer: valid until the next gather."""
+        self._buffer = _at_least(self._buffer, len(rows), block_rows)
+        found = torch.index_select(block_rows, 0, rows, out=self._buffer[: len(rows)])
+        if found.dtype == torch.float32:
+            return found
+        self._wide = _at_least(self._wide, len(rows), block_rows.new_empty(0, block_rows.shape[1], dtype=torch.float32))
+        return self._wide[: len(rows)].copy_(found)
 
 
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+def _at_least(buffer: torch.Tensor | None, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a buffer of at least so many rows: this one if it is large enough."""
+    if buffer is not None and buffer.shape[0] >= num_rows:
+        return buffer
+    return like.new_empty(num_rows * 5 // 4, like.shape[1])
