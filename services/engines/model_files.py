@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from schemas.errors import RequestError
-from schemas.model_card import ModelCard
+from schemas.model_card import ModelCard, SamplingDefaults
 
 CARD_FILES = (
     "config.json",
@@ -33,6 +35,7 @@ def load_card(path: Path | str, served_name: str) -> ModelCard:
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
     tokenizer_settings = _read_optional_json(folder / "tokenizer_config.json")
+    generation = _read_optional_json(folder / "generation_config.json")
     return ModelCard(
         model=served_name,
         digest=model_digest(folder),
@@ -40,9 +43,10 @@ def load_card(path: Path | str, served_name: str) -> ModelCard:
         chat_template=_chat_template(folder, tokenizer_settings),
         bos_token=_token_text(tokenizer_settings.get("bos_token")),
         eos_token=_token_text(tokenizer_settings.get("eos_token")),
-        eos_token_ids=_eos_token_ids(text, _read_optional_json(folder / "generation_config.json")),
+        eos_token_ids=_eos_token_ids(text, generation),
         max_context_tokens=int(text.get("max_position_embeddings", 0)),
         vocab_size=int(text.get("vocab_size", 0)),
+        sampling=_sampling_defaults(generation),
     )
 
 
@@ -119,6 +123,16 @@ def _eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any]) ->
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (int(eos),)
     return ()
+
+
+def _sampling_defaults(generation_config: dict[str, Any]) -> SamplingDefaults:
+    """Return what a generation_config asks for by name; null and a top_k of -1 say nothing."""
+    named = {name: generation_config.get(name) for name in SamplingDefaults.__struct_fields__}
+    said = {name: value for name, value in named.items() if value is not None and (name, value) != ("top_k", -1)}
+    try:
+        return msgspec.convert(said, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"generation_config.json: {error}", param="model_path") from error
 
 
 def _feed(digest: "hashlib._Hash", name: str, chunks: Iterator[bytes] | list[bytes]) -> None:

@@ -17,7 +17,7 @@ from bus.cards import fetch_card
 from bus.connection import Bus
 from bus.discovery import Fleet
 from schemas.errors import BusError, ModelNotFoundError, RequestError, UnavailableError
-from schemas.model_card import ModelCard
+from schemas.model_card import ModelCard, SamplingDefaults
 from schemas.worker import RuntimeConfig
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.encoding import EncodingThreads
@@ -41,6 +41,7 @@ class Vocabulary:
     template: ChatTemplate | None
     eos_token_ids: frozenset[int]
     vocab_size: int
+    sampling: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +160,5 @@ def build_vocabulary(card: ModelCard) -> Vocabulary:
         template=template,
         eos_token_ids=frozenset(card.eos_token_ids),
         vocab_size=card.vocab_size,
+        sampling=card.sampling,
     )

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.errors import ContextOverflowError, RequestError
+from schemas.model_card import SamplingDefaults
 from schemas.request import Sampling, StopConditions
 from services.gateway.openai_request import MAX_COMPLETIONS, ChatRequest, CompletionRequest
 
 _SEED_SPAN = 2**64
 _MIN_SEED = -(2**63)
+_PLAIN = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class Limits:
     vocab_size: int
     max_choices: int
     default_max_tokens: int = 0
+    sampling: SamplingDefaults = _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def plan_completions(
         token_ids = tuple(prompt)
         stop = _stop_conditions(request, token_ids, limits)
         for j in range(n):
-            plans.append(CompletionPlan(len(plans), token_ids, _sampling(request, seed + j), stop))
+            plans.append(CompletionPlan(len(plans), token_ids, _sampling(request, seed + j, limits.sampling), stop))
     return plans
 
 
@@ -107,16 +110,17 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> 
         raise RequestError(f"{field}: token id {max(token_ids)} is outside the vocabulary of {vocab_size}", param=field)
 
 
-def _sampling(request: ChatRequest | CompletionRequest, seed: int) -> Sampling:
+def _sampling(request: ChatRequest | CompletionRequest, seed: int, defaults: SamplingDefaults) -> Sampling:
+    """Return the user's wishes, and the model's where the user says nothing."""
     return Sampling(
         seed=(seed - _MIN_SEED) % _SEED_SPAN + _MIN_SEED,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=max(request.top_k or 0, 0),
-        min_p=request.min_p or 0.0,
+        temperature=_or(request.temperature, defaults.temperature),
+        top_p=_or(request.top_p, defaults.top_p),
+        top_k=defaults.top_k if request.top_k is None else max(request.top_k, 0),
+        min_p=_or(request.min_p, defaults.min_p),
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         is_user_seeded=request.seed is not None,
     )
 

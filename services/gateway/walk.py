@@ -98,6 +98,7 @@ class Walk:
             vocab_size=model.vocabulary.vocab_size,
             max_choices=self._config.max_choices,
             default_max_tokens=self._config.default_max_tokens,
+            sampling=model.vocabulary.sampling,
         )
 
     def _leg(

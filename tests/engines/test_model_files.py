@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from schemas.errors import RequestError
+from schemas.model_card import SamplingDefaults
 from services.engines.model_files import NUM_WINDOWS, WINDOW_BYTES, load_card, model_digest
 
 
@@ -40,6 +41,27 @@ def test_eos_ids_come_from_the_generation_config_first(
 ) -> None:
     write(folder / "generation_config.json", generation_config)
     assert load_card(folder, "m").eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)),
+        ({"temperature": None, "top_k": -1, "repetition_penalty": 1.1}, SamplingDefaults(repetition_penalty=1.1)),
+    ],
+)
+def test_sampling_defaults_are_the_generation_configs(
+    folder: Path, generation_config: dict[str, Any], expected: SamplingDefaults
+) -> None:
+    write(folder / "generation_config.json", generation_config)
+    assert load_card(folder, "m").sampling == expected
+
+
+def test_a_sampling_default_out_of_range_is_named(folder: Path) -> None:
+    write(folder / "generation_config.json", {"top_p": 7})
+    with pytest.raises(RequestError, match=r"generation_config.json.*top_p"):
+        load_card(folder, "m")
 
 
 def test_special_tokens_are_texts_whether_strings_or_objects(folder: Path) -> None:

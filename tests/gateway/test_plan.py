@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import ContextOverflowError, RequestError
+from schemas.model_card import SamplingDefaults
 from services.gateway.openai_request import ChatRequest, parse_chat
 from services.gateway.plan import CompletionPlan, Limits, plan_completions
 
@@ -29,6 +30,16 @@ def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     capped = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16, default_max_tokens=7)
     assert plans(60, capped)[0].stop.max_tokens == 7
     assert plans(96, capped)[0].stop.max_tokens == 4
+
+
+def test_the_model_says_how_to_sample_where_the_user_does_not() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    limits = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16, sampling=defaults)
+    found = plans(1, limits, top_p=0.5)[0].sampling
+    assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.5, 20)
+    assert (found.min_p, found.repetition_penalty) == (0.1, 1.1)
+    off = plans(1, limits, temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1)[0].sampling
+    assert (off.temperature, off.top_p, off.top_k, off.min_p, off.repetition_penalty) == (0, 1, 0, 0, 1)
 
 
 @given(num_tokens=st.integers(1, 120), wanted=st.none() | st.integers(1, 120))

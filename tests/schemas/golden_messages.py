@@ -40,7 +40,7 @@ from schemas.hop import (
 )
 from schemas.ids import AttemptId, Epoch, RequestId, WorkerId
 from schemas.kv_events import KvCleared, KvEvents, KvRemoved, KvSnapshot, KvSnapshotRequest, KvStored
-from schemas.model_card import ModelCard
+from schemas.model_card import ModelCard, SamplingDefaults
 from schemas.peer import (
     AgentMetadata,
     ConfirmRequest,
@@ -172,6 +172,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         eos_token_ids=(2, 3),
         max_context_tokens=2048,
         vocab_size=49152,
+        sampling=SamplingDefaults(temperature=0.2, top_k=40),
     ),
     MetadataRequest(worker=DECODE, epoch=EPOCH, agent=AGENT),
     AGENT,
