@@ -201,3 +201,26 @@ def test_a_config_file_with_an_unknown_key_starts_nothing(home: Home) -> None:
 
 def test_the_version_is_printed_without_a_stack(home: Home) -> None:
     assert home.run("version").stdout.strip() == "0.1.0"
+
+
+def test_a_worker_whose_engine_loop_dies_is_started_again_with_growing_pauses(home: Home) -> None:
+    """The engine's thread hits a fault with every prompt: its process says so, ends with an error, and comes back."""
+    points = home.folder / "points"
+    points.mkdir()
+    fault = points / "before_prefill.hit"
+    flags = ("--prefill", "0", "--decode", "0", "--both", "1", "--engine-arg", f"pause_dir={points}")
+    with home.serving(*flags) as served:
+        fault.mkdir()  # what a pause point writes to can't be opened any more
+        for pause_s in ("0.2", "0.4"):
+            served.home.until(served.answers, "the stack is ready")
+            pid = pid_of(served, "both-0")
+            chat = home.start("chat", "Hello!", "--max-tokens", "2", log="chat.log")
+            wanted = f"ended with exit code 1; restart in {pause_s} s"
+            served.home.until(lambda wanted=wanted: wanted in home.log(), wanted)
+            chat.kill()
+            chat.wait()
+            assert not psutil.pid_exists(pid)
+        assert "the engine's loop died" in home.log()
+        fault.rmdir()
+        served.home.until(served.answers, "the stack is ready again")
+        assert home.run("chat", "Hello!", "--max-tokens", "4").returncode == 0

@@ -7,6 +7,7 @@ Members are named by what they are: g* gateway, r* router, p* prefill, d* decode
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import random
 import sys
@@ -211,6 +212,12 @@ class Stack:
         fleet = await read_fleet(self.bus)
         known = {row.worker_id: row.state for row in fleet.workers}
         return {name: known.get(name, "gone") for name in self.members}
+
+    async def status_rows(self) -> dict[str, str]:
+        """Return the state that the command `busway status` shows of each service."""
+        fleet = json.loads(await self.command("status", "--json"))
+        rows = {row["worker_id"]: row["state"] for row in fleet["workers"]}
+        return rows | {row["id"]: row["state"] for row in (*fleet["routers"], *fleet["gateways"])}
 
     async def readiness(self, gateway: str) -> tuple[int, str]:
         """Return the status of a gateway's GET /ready, and how it says the model is served."""

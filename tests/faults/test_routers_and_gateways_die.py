@@ -1,5 +1,7 @@
 """A router is killed at every moment of its part; a gateway is killed with everything that it was doing."""
 
+import time
+
 import pytest
 
 from tests.faults.stack import READY_TIMEOUT_S, Stack, promptly
@@ -8,6 +10,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 TWO_ROUTERS = ("g0", "r0", "r1", "p1", "d1")
 PAIR = ("g0", "r0", "p1", "d1")
+COMMAND_START_S = 1.5
+"""What a Python program takes to start and to connect."""
 
 
 async def test_router_killed_before_prefill(stack: Stack) -> None:
@@ -105,3 +109,21 @@ async def test_a_worker_whose_engine_died_exits_non_zero_and_its_requests_go_on(
     for answer in answers:
         (await answer.over()).check_whole()
     await stack.all_free()
+
+
+@pytest.mark.parametrize(("name", "readiness"), [("r0", (503, "disaggregated")), ("d1", (503, "nothing"))])
+async def test_ready_and_status_tell_of_who_stands_still_and_of_his_waking(
+    stack: Stack, name: str, readiness: tuple[int, str]
+) -> None:
+    """Silence is noticed 2 s after the last life sign, which comes twice a second; status looks for itself."""
+    await stack.have(*PAIR)
+    async with stack[name].frozen():
+        began = time.monotonic()
+        rows = await stack.status_rows()
+        assert time.monotonic() - began < promptly(2.0) + COMMAND_START_S
+        assert rows[name] == "lost"
+        assert {rows[other] for other in PAIR if other != name} == {"ready"}
+        await stack.until_readiness("g0", readiness, promptly(3.0))
+    await stack.until_readiness("g0", (200, "disaggregated"), promptly(2.0))
+    assert set((await stack.status_rows()).values()) == {"ready"}
+    await stack.settled(PAIR)

@@ -149,3 +149,15 @@ async def test_a_request_that_wants_no_answer_generates_nothing(rig: Rig, client
     await client.publish(CHAT, json.dumps({"messages": HI}).encode())
     await ask(client, CHAT, {"messages": HI})
     assert len(rig.peer.attempts) == 1
+
+
+async def test_headers_of_a_nats_message_are_taken_as_over_http(rig: Rig, client: NatsClient) -> None:
+    """Whatever their case: NATS keeps it."""
+    headers = {"Traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "X-Request-ID": "by bus", "x-busway-timings": "1"}
+    message = await client.request(CHAT, json.dumps({"messages": HI}).encode(), timeout=5, headers=headers)
+    told = json.loads(message.data)["busway"]
+    assert told["trace_id"] == "ab" * 16
+    assert rig.peer.last.request["traceparent"].startswith(f"00-{'ab' * 16}-")
+    assert rig.peer.last.request["request_id"] == told["request_id"] != "by bus"
+    refused = await client.request(CHAT, b"{}", timeout=5, headers={"X-Request-Id": "x" * 200})
+    assert json.loads(refused.data)["error"]["param"] == "X-Request-Id"

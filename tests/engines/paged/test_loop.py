@@ -346,3 +346,18 @@ async def test_a_slow_event_loop_gets_the_steps_it_missed_in_order_and_the_engin
         assert office.desk.load().num_generated_tokens - len(office.ids(request)) < 20
         await office.ended(request)
         assert [t.seq for t in office.of(request, Tokens)] == list(range(500))
+
+
+async def test_a_step_of_the_wall_clock_neither_ends_a_request_nor_falsifies_its_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deadlines come in Unix time and are moved to the monotonic clock once; an hour's jump afterwards is nobody's."""
+    wall = time.time
+    async with an_office(decode_ms_per_step=5) as office:
+        request = a_request(prompt(0, 16), 6, deadlines=Deadlines(total=time.time() + 30))
+        office.desk.generate(request)
+        monkeypatch.setattr(time, "time", lambda: wall() + 3600)
+        await office.ended(request)
+        (finished,) = office.of(request, Finished)
+        assert 0.02 < finished.timings.decode_s < 10
+        assert 0 <= finished.timings.prefill_queue_s < 10
