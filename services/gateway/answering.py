@@ -5,7 +5,7 @@ The last word is an answer, an error in OpenAI's form, or nothing for a caller t
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from schemas.errors import BuswayError, DeadlineError, UnavailableError
@@ -49,7 +49,7 @@ class Answering:
             error = await self._attempt(exchange, read_body, reply)
             if error is not None:
                 exchange.outcome, exchange.error = error.code, error.message
-                await self._tell(error, reply)
+                await self._tell(error, await self._walk.asides(exchange), reply)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait for those in flight, and end with an error what is left after `timeout_s`."""
@@ -80,10 +80,10 @@ class Answering:
             logger.exception("the request failed")
             return BuswayError("internal error", phase="gateway")
 
-    async def _tell(self, error: BuswayError, reply: Reply) -> None:
+    async def _tell(self, error: BuswayError, asides: Mapping[str, object], reply: Reply) -> None:
         try:
             async with asyncio.timeout(_LAST_WORD_S):
-                await reply.fail(error)
+                await reply.fail(error, asides)
         except (ConnectionResetError, BuswayError) as unheard:
             logger.debug("caller can't be told of %s: %r", error.code, unheard)
         except TimeoutError:

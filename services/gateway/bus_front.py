@@ -8,7 +8,7 @@ deadline.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from bus.connection import Bus
@@ -46,8 +46,8 @@ class BusReply:
         await self.chunks(chunks)
         await self._call.respond(_DONE)
 
-    async def fail(self, error: BuswayError) -> None:
-        await self._call.respond(error_body(error, has_status=True))
+    async def fail(self, error: BuswayError, asides: Mapping[str, object]) -> None:
+        await self._call.respond(error_body(error, asides, has_status=True))
 
     def abandon(self) -> None:
         """A publish never waits for its receiver: there is nobody to cut off."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
@@ -53,8 +53,8 @@ class HttpReply:
     async def finish(self, chunks: Sequence[bytes]) -> None:
         await self._write(_events(chunks) + _DONE if chunks else _DONE, is_last=True)
 
-    async def fail(self, error: BuswayError) -> None:
-        body = error_body(error)
+    async def fail(self, error: BuswayError, asides: Mapping[str, object]) -> None:
+        body = error_body(error, asides)
         if self.has_begun:
             # No [DONE] and no finish_reason: a client must not take this for an end.
             await self._write(b"event: error\ndata: %b\n\n" % body, is_last=True)

@@ -1,6 +1,8 @@
 """Our errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}. Pure."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import orjson
 
@@ -8,6 +10,7 @@ from schemas.errors import BuswayError
 
 # OpenAI's official client retries 408, 409, 429 and 5xx by itself and honours Retry-After.
 _DEFAULT_RETRY_AFTER_S = 1.0
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 def error_object(error: BuswayError) -> dict[str, object]:
@@ -15,12 +18,13 @@ def error_object(error: BuswayError) -> dict[str, object]:
     return {"message": error.message, "type": _type(error.http_status), "param": error.param, "code": error.code}
 
 
-def error_body(error: BuswayError, *, has_status: bool = False) -> bytes:
-    """Return the JSON body; `has_status` puts the HTTP status into it, for NATS, which has none."""
+def error_body(error: BuswayError, asides: Mapping[str, object] = NOTHING, *, has_status: bool = False) -> bytes:
+    """Return the JSON body; `has_status` puts the HTTP status into it, for NATS, which has none. `asides` go beside
+    the error, as `busway`."""
     inner = error_object(error)
     if has_status:
         inner["status"] = error.http_status
-    return orjson.dumps({"error": inner})
+    return orjson.dumps({"error": inner, "busway": asides} if asides else {"error": inner})
 
 
 def error_headers(error: BuswayError) -> dict[str, str]:

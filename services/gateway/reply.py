@@ -1,6 +1,6 @@
 """The way back to a caller, whatever carried the request here: HTTP and NATS implement it, the answering uses it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from schemas.errors import BuswayError
@@ -28,8 +28,9 @@ class Reply(Protocol):
         """Send the last chunks, if any, and end the stream as complete."""
         ...
 
-    async def fail(self, error: BuswayError) -> None:
-        """Answer with an error: with its status while nothing was sent, else as the stream's last word."""
+    async def fail(self, error: BuswayError, asides: Mapping[str, object]) -> None:
+        """Answer with an error: with its status while nothing was sent, else as the stream's last word. `asides` is
+        what the caller asked to be told beside it."""
         ...
 
     def abandon(self) -> None:

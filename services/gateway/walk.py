@@ -82,15 +82,16 @@ class Walk:
             await run_legs(legs, assembly.deliver, self._metrics.gaps(model.name))
         finally:
             exchange.note([leg.choice.num_tokens for leg in legs], [leg.phases.first_token_at for leg in legs])
-        busway = await self._asides(exchange, [leg.phases for leg in legs])
+        timings = _timings(exchange, legs[0].phases) if exchange.wants_timings else {}
+        busway = timings | await self.asides(exchange)
         await assembly.close(usage_of(_by_prompt(prompts, legs)), busway or None)
 
-    async def _asides(self, exchange: Exchange, choices: Sequence[Phases]) -> dict[str, object]:
-        """Return what the caller asked to be told beside the answer: phases of its first choice, ways of all."""
-        asides = _timings(exchange, choices[0]) if exchange.wants_timings else {}
-        if exchange.wants_explanation:
-            asides["routing"] = await self._explainer.explain(choices)
-        return asides
+    async def asides(self, exchange: Exchange) -> dict[str, object]:
+        """Return what the caller asked to be told beside its answer or error: the ways of the choices that a router has
+        taken."""
+        if not exchange.wants_explanation:
+            return {}
+        return {"routing": await self._explainer.explain([one for one in exchange.phases if one.router])}
 
     def _limits(self, model: ServedModel) -> Limits:
         return Limits(

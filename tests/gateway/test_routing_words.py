@@ -117,6 +117,13 @@ async def test_a_request_refused_by_estimate_is_429_with_retry_after(rig: Rig) -
         "code": "estimated_too_late",
     }
     assert len(rig.peer.attempts) == 1
+    async with (
+        explaining(rig),
+        rig.http.post(f"{rig.url}/v1/chat/completions", json=body, headers={"X-Busway-Explain": "1"}) as response,
+    ):
+        told = await response.json()
+    assert (response.status, told["error"]) == (429, answer["error"])
+    assert [way["attempt_id"] for way in told["busway"]["routing"]] == [rig.peer.last.id]
 
 
 async def test_the_routers_numbers_are_at_metrics_while_they_live(rig: Rig) -> None:
