@@ -66,7 +66,7 @@ def test_a_trace_is_found_by_every_name_and_its_phases_add_up(served_module: Ser
     assert sum(seconds.values()) == pytest.approx(completion.total_s)
     assert sum(seconds.values()) - seconds["decode_s"] == pytest.approx(completion.ttft_s)
     assert seconds["prefill_s"] > 0.01
-    assert seconds["decode_s"] > 0.03
+    assert seconds["decode_s"] > 0.01
 
 
 def test_a_trace_is_shown_with_its_phases_in_milliseconds_and_its_attempts(served_module: Served) -> None:

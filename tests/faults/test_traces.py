@@ -74,11 +74,10 @@ async def test_an_attempt_that_brought_no_token_is_retry(stack: Stack) -> None:
 async def test_a_router_that_stands_still_shows_as_queue(stack: Stack) -> None:
     await stack.have(*PAIR)
     async with stack["r0"].frozen():
-        answer = stack.ask(stack.prompt(), via="http")
+        answer = stack.ask(stack.prompt(), 2, via="http")
         await asyncio.wait([answer.task], timeout=HELD_S)
     (await answer.over()).check_whole()
     completion = await traced(stack, answer.id)
     seconds = msgspec.structs.asdict(completion.phases)
-    assert seconds.pop("queue_s") > 0.8 * HELD_S
-    del seconds["decode_s"]
-    assert max(seconds.values()) < 0.5 * HELD_S, seconds
+    assert seconds["queue_s"] > 0.8 * HELD_S
+    assert max(seconds, key=lambda name: seconds[name]) == "queue_s", seconds
