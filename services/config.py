@@ -24,6 +24,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`otlp_endpoint`: where an OpenTelemetry collector takes spans (http://host:4318/v1/traces; "": none are sent)."""
+
     host: str = "127.0.0.1"
     port: int = 8000
     id: str = ""
@@ -33,6 +35,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     request_timeout_s: float = 600.0
     keepalive_s: float = 10.0
     drain_s: float = 30.0
+    otlp_endpoint: str = ""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from bus.discovery import Fleet, register, watch
 from bus.fleet_state import ChangeKind
 from bus.patiently import START_PATIENCE_S
 from bus.scope import open_scope
+from schemas.errors import RequestError
 from schemas.ids import Epoch
 from schemas.trace import TraceRequest
 from schemas.worker import Record, RuntimeConfig, ServiceRecord
@@ -54,7 +55,11 @@ async def run_gateway(bus: Bus, config: GatewayConfig, *, stop: asyncio.Event, r
         async with watch(bus, timeout_s=START_PATIENCE_S) as fleet:
             await fleet.first_beats()  # else the first requests would hear that there is no such model
             gateway = await _assemble(bus, fleet, threads, config, record.id)
-            async with open_scope() as scope, _listening(gateway.routes.application(), config) as (site, url):
+            async with (
+                _exporting(gateway.traces, config, record.id),
+                open_scope() as scope,
+                _listening(gateway.routes.application(), config) as (site, url),
+            ):
                 scope.spawn(gateway.pacemaker.run(), "pacemaker")
                 scope.spawn(gateway.front.run(), "bus front")
                 record = msgspec.structs.replace(record, url=url)
@@ -73,6 +78,7 @@ class _Gateway:
     """The parts that run_gateway starts and stops."""
 
     metrics: GatewayMetrics
+    traces: TraceLog
     answering: Answering
     front: BusFront
     pacemaker: Pacemaker
@@ -107,7 +113,7 @@ async def _assemble(
         max_body_bytes=config.max_body_bytes,
     )
     models.start()
-    return _Gateway(metrics, answering, front, pacemaker, routes)
+    return _Gateway(metrics, traces, answering, front, pacemaker, routes)
 
 
 def _tell_who_left(client: Client, fleet_metrics: FleetMetrics, kind: ChangeKind, record: Record) -> None:
@@ -127,6 +133,24 @@ def _record(config: GatewayConfig) -> ServiceRecord:
         host=host,
         pid=os.getpid(),
     )
+
+
+@asynccontextmanager
+async def _exporting(traces: TraceLog, config: GatewayConfig, gateway_id: str) -> AsyncIterator[None]:
+    """Send a span for each phase of each request where `config.otlp_endpoint` says, for the length of the block."""
+    if not config.otlp_endpoint:
+        yield
+        return
+    try:
+        from services.gateway.span_export import span_export
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"gateway.otlp_endpoint: OpenTelemetry isn't installed ({error.name}): pip install 'busway[otel]'",
+            param="gateway.otlp_endpoint",
+        ) from error
+    async with span_export(config.otlp_endpoint, gateway_id) as export:
+        traces.on_end = export.export
+        yield
 
 
 @asynccontextmanager

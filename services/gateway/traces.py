@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 from bus.serving import Call
@@ -15,13 +15,17 @@ MAX_COMPLETIONS = 4096
 
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
+OnEnd = Callable[[Trace, str], None]
+
 
 class TraceLog:
-    """Requests under way, and those that ended last: as many as both limits allow."""
+    """Requests under way, and those that ended last: as many as both limits allow. `on_end`, when there is one, gets
+    each that ended and its trace context."""
 
     def __init__(
         self, gateway: str, *, max_requests: int = MAX_REQUESTS, max_completions: int = MAX_COMPLETIONS
     ) -> None:
+        self.on_end: OnEnd | None = None
         self._gateway = gateway
         self._max_requests = max_requests
         self._max_completions = max_completions
@@ -43,6 +47,8 @@ class TraceLog:
         self._num_completions += len(exchange.phases)
         while len(self._ended) > self._max_requests or self._num_completions > self._max_completions:
             self._num_completions -= len(self._ended.popleft().phases)
+        if self.on_end is not None:
+            self.on_end(self._trace(exchange), exchange.caller.traceparent)
 
     async def on_trace(self, request: TraceRequest, call: Call) -> Trace:
         """Tell where a request's time went, or, without a request's name, that it isn't known here."""
