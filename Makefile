@@ -23,12 +23,13 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(BIN)/pytest -m "slow and not gpu and not conformance_vllm" $(ARGS)
 
-# One suite for every engine: make conformance ENGINE=vllm (torch, sim, vllm; without ENGINE torch and sim).
+# One suite for every engine: make conformance ENGINE=vllm (torch, sim, trtllm, vllm; without ENGINE all but vllm; trtllm
+# is a stand-in of TensorRT-LLM).
 conformance: $(STAMP)
 ifneq ($(filter vllm,$(ENGINE)),)
 	deploy/engines/install.sh $(ENGINE)
 endif
-	nice -n 10 $(BIN)/pytest tests/conformance -k "$(or $(ENGINE),torch or sim)" --durations=5 $(ARGS)
+	nice -n 10 $(BIN)/pytest tests/conformance -k "$(or $(ENGINE),(torch or sim or trtllm) and not vllm)" --durations=5 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

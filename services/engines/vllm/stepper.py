@@ -10,7 +10,7 @@ from services.engines.vllm.own_metrics import OwnMetrics
 from services.engines.vllm.prefix_cache import PrefixCacheView
 from services.engines.vllm.sources import Source, poisoned_blocks, shares
 from services.engines.vllm.translate import from_core, note_events, to_core
-from services.engines.vllm.words import CoreGauges, CoreOutput, CoreRequest, StepReport
+from services.engines.vllm.words import CoreGauges, CoreOutput, CoreRequest, PrefillPass, StepReport
 
 
 class _Running(msgspec.Struct, kw_only=True):
@@ -92,7 +92,9 @@ class Stepper:
     def step(self) -> StepReport | None:
         """Step the core; return None when nothing has happened."""
         self._expire_released()
+        began = time.monotonic()
         raw, executed = self._core.step_fn()
+        seconds = time.monotonic() - began
         self._core.post_step(model_executed=executed)
         made = (raw or {}).get(0)
         if made is not None:
@@ -112,6 +114,7 @@ class Stepper:
             num_bytes=int(sum(_series(connector, "bytes_transferred"))),
             gauges=gauges,
             cache_changes=cache_changes,
+            prefill_pass=self._prefill_pass(stats, seconds),
         )
 
     def shutdown(self) -> None:
@@ -151,6 +154,15 @@ class Stepper:
         self._releasing &= self._delayed
         if self._releasing:
             self._core.model_executor.collective_rpc(expire_leases, args=(sorted(self._releasing),))
+
+    def _prefill_pass(self, stats: Any, seconds: float) -> PrefillPass | None:
+        """Return the step as a pass, if it was one of prompts alone. The core times only its wait for the result: that
+        is the whole step where batches overlap (a batch queue), and next to nothing where they don't."""
+        details = stats.iteration_details if stats is not None else None
+        if details is None or not details.num_ctx_tokens or details.num_generation_requests:
+            return None
+        overlapping_s = details.elapsed_ms / 1000 if self._core.batch_queue is not None else seconds
+        return PrefillPass(details.num_ctx_tokens, overlapping_s)
 
     def _gauges(self) -> CoreGauges:
         scheduler = self._core.scheduler

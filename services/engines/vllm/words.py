@@ -1,7 +1,7 @@
 """The words of vLLM: what the adapter's parts tell one another of its engine core, without importing vLLM."""
 
 import secrets
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -107,6 +107,13 @@ class CoreGauges(msgspec.Struct, frozen=True, kw_only=True):
     num_delayed: int = 0
 
 
+class PrefillPass(NamedTuple):
+    """A step that computed so many prompt tokens and nothing else of weight."""
+
+    num_tokens: int
+    seconds: float
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """All of one step: outputs, requests whose delayed blocks became free, leases that ran out, bytes that came, and
     what the prefix cache gained and lost before all that."""
@@ -117,3 +124,4 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     gauges: CoreGauges
     cache_changes: tuple[KvChange, ...] = ()
+    prefill_pass: PrefillPass | None = None
