@@ -1,11 +1,12 @@
-"""Two engines measured in turns, each in a process and a Python of its own: jobs go in, one JSON line each, and the
-seconds of their steps come out. Whoever isn't asked waits, and uses no CPU."""
+"""Two engines measured in turns, each in a process and a Python of its own: jobs go in, one JSON line each, and what
+their steps took comes out. Whoever isn't asked waits, and uses no CPU."""
 
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Literal, Protocol, TypeVar
+from typing import IO, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode `steps` steps of `batch` sequences behind `num_tokens` of context, or prefill `steps` prompts of
+    """Decode `steps` steps of `batch` sequences, each behind `num_tokens` of its own, or prefill `steps` prompts of
     `num_tokens`, one after the other. `salt`: other salts have other tokens, which nobody has cached."""
 
     kind: Literal["decode", "prefill"]
@@ -23,9 +24,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     salt: int = 0
 
     def prompt(self, number: int = 0) -> list[int]:
-        """Return the tokens of the context, or of the prompt with this number."""
+        """Return the tokens of the sequence, or the prompt, with this number."""
         start = 31 * self.salt + 17 * number
         return [(start + i * 7919) % 40000 + 100 for i in range(self.num_tokens)]
+
+
+class Spent(NamedTuple):
+    """Seconds by the clock, and of CPU time: on a busy machine the latter say more."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class Watch:
+    """Started when it is made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> Spent:
+        return Spent(time.perf_counter() - self._wall, time.process_time() - self._cpu)
 
 
 class Side(Protocol):
@@ -33,9 +51,9 @@ class Side(Protocol):
 
     facts: dict[str, str]
 
-    def decode(self, job: Job) -> list[float]: ...
+    def decode(self, job: Job) -> list[Spent]: ...
 
-    def prefill(self, job: Job) -> list[float]: ...
+    def prefill(self, job: Job) -> list[Spent]: ...
 
 
 class Opponent:
@@ -45,12 +63,12 @@ class Opponent:
         self._process = process
         self.facts: dict[str, str] = self._read(dict[str, str])
 
-    def seconds(self, job: Job) -> list[float]:
-        """Return the seconds of each of the job's steps."""
+    def spent(self, job: Job) -> list[Spent]:
+        """Return what each of the job's steps took."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(job) + b"\n")
         self._process.stdin.flush()
-        return self._read(list[float])
+        return self._read(list[Spent])
 
     def _read(self, kind: type[T]) -> T:
         assert self._process.stdout is not None
@@ -82,5 +100,5 @@ def serve(side: Side, channel: IO[bytes], orders: IO[bytes]) -> None:
     channel.write(msgspec.json.encode(side.facts) + b"\n")
     for line in orders:
         job = msgspec.json.decode(line, type=Job)
-        seconds = side.decode(job) if job.kind == "decode" else side.prefill(job)
-        channel.write(msgspec.json.encode(seconds) + b"\n")
+        spent = side.decode(job) if job.kind == "decode" else side.prefill(job)
+        channel.write(msgspec.json.encode(spent) + b"\n")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 
-from deploy.bench.sides import Job, own_channel, serve
+from deploy.bench.sides import Job, Spent, Watch, own_channel, serve
 from schemas.ids import AttemptId, RequestId, new_attempt_id
 from schemas.request import GenerateRequest, Sampling, StopConditions, StreamAddress
 from services.engines.paged.limits import Limits
@@ -32,28 +32,28 @@ class TorchSide:
         self._scheduler = Scheduler(Limits.of(spec))
         self.facts = {"engine": f"torch {spec.engine_version}", "dtype": spec.layout.dtype, "threads": str(threads)}
 
-    def decode(self, job: Job) -> list[float]:
-        """See Job: the context is computed once and shared, each sequence's tail is its own."""
-        self.prefill(msgspec.structs.replace(job, kind="prefill", batch=1, steps=1))
-        live = [self._submit([*job.prompt(), 7 + i], job.steps + 8) for i in range(job.batch)]
+    def decode(self, job: Job) -> list[Spent]:
+        """See Job: contexts that were computed before are found in the prefix cache."""
+        self.prefill(msgspec.structs.replace(job, kind="prefill", batch=1, steps=job.batch))
+        live = [self._submit([*job.prompt(i), 7], job.steps + 8) for i in range(job.batch)]
         for _ in range(NUM_SETTLING_STEPS):
             self._step()
-        seconds = [self._step(expected=job.batch) for _ in range(job.steps)]
+        spent = [self._step(expected=job.batch) for _ in range(job.steps)]
         for attempt_id in live:
             self._scheduler.abort(attempt_id)
         self._scheduler.take()
-        return seconds
+        return spent
 
-    def prefill(self, job: Job) -> list[float]:
+    def prefill(self, job: Job) -> list[Spent]:
         """See Job."""
-        seconds = []
+        spent = []
         for number in range(job.steps):
             self._submit(job.prompt(number), 1)
-            started = time.perf_counter()
+            watch = Watch()
             while self._scheduler.load().running + self._scheduler.load().waiting:
                 self._step()
-            seconds.append(time.perf_counter() - started)
-        return seconds
+            spent.append(watch.read())
+        return spent
 
     def _submit(self, token_ids: list[int], max_tokens: int) -> AttemptId:
         attempt_id = new_attempt_id()
@@ -69,16 +69,16 @@ class TorchSide:
         self._scheduler.generate(request, time.time())
         return attempt_id
 
-    def _step(self, expected: int = 0) -> float:
-        """Return the seconds from planning a step to its tokens."""
-        started = time.perf_counter()
+    def _step(self, expected: int = 0) -> Spent:
+        """Return what it took from planning a step to its tokens."""
+        watch = Watch()
         plan = self._scheduler.schedule(time.time())
         assert plan is not None
         assert expected in (0, len(plan.slices)), f"{len(plan.slices)} sequences in a step, not {expected}"
         self._scheduler.apply(plan, self._runner.execute(plan.slices), time.time())
         self._scheduler.take()
         self._scheduler.cache_changes()
-        return time.perf_counter() - started
+        return watch.read()
 
 
 def main() -> None:

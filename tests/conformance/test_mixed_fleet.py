@@ -37,7 +37,9 @@ def models(request: pytest.FixtureRequest, conformance_server: NatsServer, tmp_p
     for case in cases:
         if why := case.why_not():
             pytest.skip(why)
-    workers = [worker for case in cases for worker in pair_of(case, conformance_server, tmp_path)]
+    workers = [
+        worker for seed, case in enumerate(cases) for worker in pair_of(case, conformance_server, tmp_path, seed)
+    ]
     for worker in workers:
         worker.start()
     try:
@@ -52,8 +54,8 @@ def models(request: pytest.FixtureRequest, conformance_server: NatsServer, tmp_p
     assert codes == [0] * len(workers)
 
 
-def pair_of(case: EngineCase, server: NatsServer, folder: Path) -> list[WorkerProcess]:
-    model = write_tiny_llama(folder / case.name) if case.model == "tiny" else None
+def pair_of(case: EngineCase, server: NatsServer, folder: Path, seed: int) -> list[WorkerProcess]:
+    model = write_tiny_llama(folder / case.name, seed) if case.model == "tiny" else None
     pair = []
     for role in ("prefill", "decode"):
         own = folder / f"{case.name}-{role}"

@@ -10,13 +10,13 @@ from services.engines.sim.card import builtin_card
 NUM_LAYERS = 2
 
 
-def write_tiny_llama(folder: Path) -> Path:
+def write_tiny_llama(folder: Path, seed: int = 5) -> Path:
     """Write a model folder: float32, wide enough weights that greedy ids vary and rarely tie."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     card = builtin_card()
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=card.vocab_size,
         hidden_size=128,
