@@ -98,10 +98,10 @@ def replay(
     runs = []
     for name in chosen:
         router = msgspec.structs.replace(scene.router, policy=name)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         outcome = Simulation(msgspec.structs.replace(scene, router=router)).run(found)
-        wall_s = time.perf_counter() - start
-        runs.append(Run(policy=name, outcome=outcome, wall_s=wall_s, peak_mib=peak_mib()))
+        wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        runs.append(Run(policy=name, outcome=outcome, wall_s=wall_s, cpu_s=cpu_s, peak_mib=peak_mib()))
     if json:
         shown = [run_json(run) for run in runs]
         print(msgspec.json.format(msgspec.json.encode(shown[0] if len(shown) == 1 else {"runs": shown})).decode())

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -17,11 +18,12 @@ MAX_WORKERS_SHOWN = 16
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy's replay, the seconds it took, and the most memory the process had had by its end."""
+    """One policy's replay, the seconds and CPU seconds it took, and the most memory the process had had by its end."""
 
     policy: str
     outcome: Outcome
     wall_s: float
+    cpu_s: float
     peak_mib: float
 
 
@@ -42,21 +44,21 @@ def peak_mib() -> float:
 
 def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
     """Print the table of all runs, then each run's plots."""
-    table = Table(title=title, title_justify="left")
-    for name in ("policy", "TTFT ms", "p50", "p99", "ITL ms", "p99", "reuse", "requests", "took", "memory"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for name in ("policy", "TTFT ms", "p50", "p99", "ITL ms", "p99", "reuse", "requests"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for run in runs:
         ttft, itl = run.outcome.ttft(), run.outcome.itl()
         table.add_row(
             run.policy,
-            *(f"{value:,.1f}" for value in (ttft.mean, ttft.p50, ttft.p99)),
-            *(f"{value:,.2f}" for value in (itl.mean, itl.p99)),
+            *(_ms(value) for value in (ttft.mean, ttft.p50, ttft.p99, itl.mean, itl.p99)),
             f"{run.outcome.prefix_reuse:.3f}",
             f"{run.outcome.num_done:,}",
-            f"{run.wall_s:.1f} s",
-            f"{run.peak_mib:,.0f} MiB",
         )
     console.print(table)
+    for run in runs:
+        took = f"{run.wall_s:,.1f} s ({run.cpu_s:,.1f} s of CPU), {run.peak_mib:,.0f} MiB"
+        console.print(f"{run.policy}: {run.outcome.end_s:,.0f} s of trace in {took}", highlight=False)
     if any(run.outcome.num_refused for run in runs):
         console.print(f"{runs[0].outcome.num_refused:,} requests refused: larger than a worker's pool")
     for run in runs:
@@ -65,6 +67,10 @@ def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
     for run in runs:
         for line in plot_lines(run):
             console.print(line, highlight=False, soft_wrap=True)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1e4 else f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def plot_lines(run: Run) -> list[str]:
