@@ -135,6 +135,7 @@ class PrefillRouter:
             log_about(journey.names)
             logger.debug("aborted: %s", abort.reason)
             journey.post(AbortAsked(abort.reason, abort.error))
+            self._dispatcher.prefill_over(abort.attempt_id)  # the worker has no result to tell of it
         return Ok() if call.reply else None
 
     async def on_resend(self, resend: Resend, call: Call) -> AcceptedHop:

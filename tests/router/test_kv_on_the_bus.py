@@ -14,7 +14,7 @@ from bus.discovery import watch
 from bus.serving import Call
 from schemas.errors import NoRespondersError, UnavailableError
 from schemas.explanation import ExplainRequest, Explanation
-from schemas.hop import AcceptedHop
+from schemas.hop import Abort, AcceptedHop, Ok
 from schemas.ids import RequestId, new_attempt_id
 from schemas.kv_events import KvChange, KvEvents, KvRemoved, KvSnapshot, KvSnapshotRequest, KvStored
 from schemas.message import encode
@@ -138,14 +138,16 @@ async def wait_until_routable(here: Scene) -> None:
 
 
 @contextlib.asynccontextmanager
-async def scene(bus_factory: BusFactory, *names: str, ttl_s: float = 0.001) -> AsyncIterator[Scene]:
+async def scene(
+    bus_factory: BusFactory, *names: str, ttl_s: float = 0.001, has_kv_events: bool = True
+) -> AsyncIterator[Scene]:
     """A router with policy kv and these prefill workers (and a decode worker), which tell what they are told to."""
     async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         bus = await stack.enter_async_context(bus_factory())
         fleet = await stack.enter_async_context(watch(bus))
         here = Scene(bus, {})
         for name in names:
-            config = msgspec.structs.replace(a_record(name, "prefill"), has_kv_events=True)
+            config = msgspec.structs.replace(a_record(name, "prefill"), has_kv_events=has_kv_events)
             here.workers[name] = TellingWorker(bus, config)
             subject = bus.subjects.peer(name, "kv_snapshot")
             serving = await bus.serve(subject, KvSnapshotRequest, here.workers[name].on_snapshot)
@@ -225,3 +227,30 @@ async def test_a_prompt_on_its_way_counts_as_cached_where_it_goes(bus_factory: B
     async with scene(bus_factory, "a", "b", "c", ttl_s=30.0) as here:
         believed = await here.cached_tokens(here.routers[0])
         assert set(believed.values()) == {0, 160}
+
+
+async def believed_of_a_prompt_given_up(here: Scene) -> set[int]:
+    """Return what is believed to be cached of a prompt whose only request so far is over."""
+    router = here.routers[0]
+    assert set((await here.cached_tokens(router, salt="own")).values()) == {0}
+    attempt_id = (await here.explain(router, "mine")).attempt_id
+    abort = Abort(attempt_id=attempt_id, reason="test")
+    await here.bus.ask(here.bus.subjects.router(router, "abort"), abort, Ok)
+    return set((await here.cached_tokens(router, salt="own")).values())
+
+
+async def test_events_tell_that_a_prompt_given_up_was_not_cached(bus_factory: BusFactory) -> None:
+    async with scene(bus_factory, "a", "b", ttl_s=30.0) as here:
+        assert await believed_of_a_prompt_given_up(here) == {0}
+
+
+async def test_without_events_a_routed_prefix_counts_as_cached_when_its_request_is_over(
+    bus_factory: BusFactory,
+) -> None:
+    async with scene(bus_factory, "a", "b", ttl_s=30.0, has_kv_events=False) as here:
+        assert await believed_of_a_prompt_given_up(here) == {0, 160}
+
+
+async def test_without_events_a_routed_prefix_is_forgotten_after_its_time(bus_factory: BusFactory) -> None:
+    async with scene(bus_factory, "a", "b", ttl_s=0.001, has_kv_events=False) as here:
+        assert await believed_of_a_prompt_given_up(here) == {0}
