@@ -18,18 +18,18 @@ demo: $(STAMP)
 	@exec $(BIN)/busway demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu and not conformance_vllm" $(ARGS)
+	$(BIN)/pytest -m "not slow and not gpu and not conformance_vllm and not conformance_sglang" $(ARGS)
 
 slow: $(STAMP)
-	$(BIN)/pytest -m "slow and not gpu and not conformance_vllm" $(ARGS)
+	$(BIN)/pytest -m "slow and not gpu and not conformance_vllm and not conformance_sglang" $(ARGS)
 
-# One suite for every engine: make conformance ENGINE=vllm (torch, sim, trtllm, vllm; without ENGINE all but vllm; trtllm
-# is a stand-in of TensorRT-LLM).
+# One suite for every engine: make conformance ENGINE=vllm (torch, sim, trtllm, vllm, sglang; without ENGINE all but vllm
+# and sglang; trtllm is a stand-in of TensorRT-LLM).
 conformance: $(STAMP)
-ifneq ($(filter vllm,$(ENGINE)),)
+ifneq ($(filter vllm sglang,$(ENGINE)),)
 	deploy/engines/install.sh $(ENGINE)
 endif
-	nice -n 10 $(BIN)/pytest tests/conformance -k "$(or $(ENGINE),(torch or sim or trtllm) and not vllm)" --durations=5 $(ARGS)
+	nice -n 10 $(BIN)/pytest tests/conformance -k "$(or $(ENGINE),(torch or sim or trtllm) and not vllm and not sglang)" --durations=5 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ from deploy.errors import UsageError
 from deploy.models.cache import models_root
 from deploy.settings import Settings, environment_of
 from services.config import WorkerConfig
-from services.engines import vllm
+from services.engines import sglang, vllm
 
 
 class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 EXTERNAL: dict[str, ExternalEngine] = {
     "vllm": ExternalEngine(packages=vllm.PACKAGES, versions=vllm.TESTED_VERSIONS),
+    "sglang": ExternalEngine(packages=sglang.PACKAGES, versions=sglang.TESTED_VERSIONS),
 }
 
 

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 PolicyName = Literal["round_robin", "least_loaded", "kv", "queue"]
 RoleName = Literal["prefill", "decode", "both"]
-EngineName = Literal["torch", "sim", "vllm", "trtllm"]
+EngineName = Literal["torch", "sim", "vllm", "sglang", "trtllm"]
 HandoffMode = Literal["pull", "rendezvous"]
 TransferName = Literal["nixl", "shm"]
 NotNegative = Annotated[int, Meta(ge=0)]

@@ -20,7 +20,7 @@ Namespace = Annotated[str | None, typer.Option("--namespace", help="Prefix of al
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="text or json.")]
 Model = Annotated[str | None, typer.Option("--model", help="A catalogued name, a Hugging Face folder or owner/name.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="torch, sim or vllm.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="torch, sim, vllm or sglang.")]
 Handoff = Annotated[str | None, typer.Option("--handoff", help="pull (after prefill) or rendezvous (meanwhile).")]
 Transfer = Annotated[str | None, typer.Option("--transfer", help="What moves the KV cache: nixl or shm.")]
 EngineArgs = Annotated[
@@ -29,7 +29,7 @@ EngineArgs = Annotated[
 EngineWords = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- ENGINE FLAGS]", help="Given to an external engine (vllm) as they are.", show_default=False
+        metavar="[-- ENGINE FLAGS]", help="Given to an external engine (vllm, sglang) as they are.", show_default=False
     ),
 ]
 EnginePython = Annotated[

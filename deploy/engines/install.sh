@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs an external engine into an environment of its own, with busway beside it, outside the source tree:
-#   deploy/engines/install.sh vllm
+#   deploy/engines/install.sh vllm|sglang
 # The environment is $BUSWAY_CACHE/engines/<engine>-<version> (~/.cache/busway without it); `busway serve --engine vllm`
-# finds it there. Run again, it only looks whether all is there. CPU builds: on a GPU machine, install vLLM as its own
+# finds it there. Run again, it only looks whether all is there. CPU builds: on a GPU machine, install the engine as its own
 # documentation says, `pip install busway` beside it, and give --engine-python.
 set -euo pipefail
 
@@ -40,6 +40,23 @@ seal() {
     busway_requirements >"$1/.busway-installed"
 }
 
+# SGLang has no CPU build on the package index. Its GPU build runs on CPUs with three things put in its way, which are a
+# package of their own (deploy/engines/sglang_cpu) and only ever here.
+sglang_cpu() {
+    local version=0.5.23 torch=2.13.0 parts="$repository/deploy/engines/sglang_cpu"
+    venv="$cache/sglang-$version"
+    is_whole "$venv" && return
+    fresh "$venv"
+    "$venv/bin/pip" install --quiet --no-deps "torch==$torch+cpu" || "$venv/bin/pip" install --quiet --no-deps "torch==$torch"
+    # All versions are pinned, and what SGLang requires for GPUs (flashinfer, CUDA libraries) is left out.
+    "$venv/bin/pip" install --quiet --no-deps --requirement "$parts/requirements.txt"
+    "$venv/bin/pip" install --quiet --no-deps "$parts"
+    cp "$parts/busway_sglang_cpu.pth" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    add_busway "$venv"
+    "$venv/bin/python" -c 'import sglang, sgl_kernel, nixl, services.engines.sglang.engine'
+    touch "$venv/.busway-installed"
+}
+
 is_whole() {
     [[ -f "$1/.busway-installed" ]] || return
     if [[ "$(<"$1/.busway-installed")" != "$(busway_requirements)" ]]; then
@@ -60,6 +77,7 @@ add_busway() {
 
 case "${1:-}" in
     vllm) vllm_cpu ;;
-    *) echo "usage: $0 vllm" >&2 && exit 2 ;;
+    sglang) sglang_cpu ;;
+    *) echo "usage: $0 vllm|sglang" >&2 && exit 2 ;;
 esac
 echo "$venv/bin/python"

@@ -40,7 +40,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine knows of itself; sizes as in schemas.worker.RuntimeConfig, from the engine, not flags.
 
     `kv_layout` is the digest of everything both sides of a transfer must share. `own_metrics` is None where the engine
-    has no series but those of EngineLoad.
+    has no series but those of EngineLoad. `computes_prompts`: in the role decode it can serve whole requests, too.
     """
 
     backend: str
@@ -62,6 +62,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     has_kv_events: bool = False
     can_change_role: bool = False
     own_metrics: OwnMetrics | None = None
+    computes_prompts: bool = True
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,10 @@ def make_engine(config: WorkerConfig, *, is_one_host: bool = False) -> Engine:
         from services.engines.vllm.factory import make_vllm
 
         return make_vllm(config, is_one_host=is_one_host)
+    if config.engine == "sglang":
+        from services.engines.sglang.factory import make_sglang
+
+        return make_sglang(config, is_one_host=is_one_host)
     if config.engine_words:
         words = " ".join(config.engine_words)
         message = f"the {config.engine} engine takes --engine-arg KEY=VALUE, not {words!r}"

@@ -57,7 +57,7 @@ def runtime_config(config: WorkerConfig, profile: EngineProfile, worker: WorkerI
         dp_size=profile.dp_size,
         engine_version=profile.engine_version,
         bootstrap=profile.bootstrap,
-        is_strict=config.is_strict,
+        is_strict=config.is_strict or not profile.computes_prompts,
         can_resume_exactly=profile.can_resume_exactly,
         has_kv_events=profile.has_kv_events,
         labels=config.labels,

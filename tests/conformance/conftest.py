@@ -40,7 +40,7 @@ def pair(
         pytest.skip(why)
     model = None if case.model == "none" else request.getfixturevalue(f"{case.model}_model")
     folder = tmp_path_factory.mktemp(case.name)
-    for name in ("p", "d"):
+    for name in ("p", "d", "b"):
         (folder / name).mkdir()
     pair = Pair(case, conformance_server, model, folder)
     pair.ensure_alive()

@@ -21,7 +21,8 @@ class EngineCase(msgspec.Struct, frozen=True, kw_only=True):
 
     `free_s`: how soon KV that nobody will fetch is free; below the lease it was freed, it didn't run out. `refuses`:
     what the engine can't do and says so, by the name of the parameter. `caches_fetched`: decode tells of fetched KV in
-    its prefix cache.
+    its prefix cache. `decode_serves_alone`: a decode worker computes prompts, too; else a third worker does the
+    aggregated requests.
     """
 
     name: str
@@ -37,6 +38,7 @@ class EngineCase(msgspec.Struct, frozen=True, kw_only=True):
     free_s: float = 4.0
     refuses: tuple[str, ...] = ()
     caches_fetched: bool = True
+    decode_serves_alone: bool = True
 
     @property
     def is_built_in(self) -> bool:
@@ -77,6 +79,19 @@ TRTLLM_ARGS = {
     "enable_iter_perf_stats": True,
 }
 STAND_IN = Path(__file__).parent / "stand_in"
+SGLANG = (
+    *("--metrics", "127.0.0.1:0"),
+    *("--", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
+    *("--page-size", "16", "--max-total-tokens", "16384", "--max-running-requests", "32"),
+    *("--mem-fraction-static", "0.3"),
+)
+SGLANG_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "UCX_NET_DEVICES": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # as above: seeds would compile a helper
+}
 
 SIM = EngineCase(name="sim", engine="sim", backend="sim", flags=SLOW_SIM, block_size=16, model="none")
 CASES = (
@@ -132,6 +147,18 @@ CASES = (
         environ=VLLM_CPU,
         block_size=32,
         start_s=300.0,
+    ),
+    EngineCase(
+        name="sglang",
+        engine="sglang",
+        backend="sglang",
+        flags=SGLANG,
+        environ=SGLANG_CPU,
+        block_size=16,
+        handoff="rendezvous",
+        start_s=400.0,
+        caches_fetched=False,
+        decode_serves_alone=False,
     ),
 )
 # Prefill in one process, decode in two, each with half of the heads: too slow here for the whole suite.

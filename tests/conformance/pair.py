@@ -74,7 +74,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self.log.open("ab") as out:
+        with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 self._command, env=self._environ, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_nice
             )
@@ -89,11 +89,10 @@ class WorkerProcess:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL; the next start has a fresh log."""
+        """SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        self.log.write_bytes(b"")
 
     def ask_to_leave(self) -> None:
         """SIGTERM."""
@@ -129,24 +128,31 @@ class WorkerProcess:
 
 
 class Pair:
-    """The two processes of one engine, for all of its tests."""
+    """The two processes of one engine (where decode can't serve alone, three), for all of its tests."""
 
     def __init__(self, case: EngineCase, server: NatsServer, model: Path | None, folder: Path) -> None:
         self.case = case
         self.server = server
         self.prefill = WorkerProcess(server, case, "prefill", model, folder / "p")
         self.decode = WorkerProcess(server, case, "decode", model, folder / "d")
+        is_alone = case.decode_serves_alone
+        self.whole = self.decode if is_alone else WorkerProcess(server, case, "both", model, folder / "b")
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """Return all of them; `whole` is who serves aggregated requests."""
+        return [self.prefill, self.decode, *([] if self.whole is self.decode else [self.whole])]
 
     def ensure_alive(self) -> None:
         """Start what isn't running; both at once, that halves an external engine's start."""
-        dead = [worker for worker in (self.prefill, self.decode) if not worker.is_alive()]
+        dead = [worker for worker in self.workers if not worker.is_alive()]
         for worker in dead:
             worker.start()
         for worker in dead:
             worker.wait_ready()
 
     def stop(self) -> None:
-        alive = [worker for worker in (self.prefill, self.decode) if worker.is_alive()]
+        alive = [worker for worker in self.workers if worker.is_alive()]
         for worker in alive:
             worker.ask_to_leave()
         codes = [(worker, worker.exit_code()) for worker in alive]
@@ -229,10 +235,14 @@ class Desk:
         )
         return await self._ask(self.pair.prefill.id, "prefill", leg)
 
-    async def ask_decode(self, request: GenerateRequest, params: DisaggregatedParams | None = None) -> AcceptedHop:
+    async def ask_decode(
+        self, request: GenerateRequest, params: DisaggregatedParams | None = None, worker: WorkerProcess | None = None
+    ) -> AcceptedHop:
+        """Send a decode leg; without params it goes to who serves aggregated requests, unless `worker` says."""
         prefill_worker = self.pair.prefill.id if params is not None else None
         leg = DecodeRequest(request=request, dispatch=self._dispatch(), params=params, prefill_worker=prefill_worker)
-        return await self._ask(self.pair.decode.id, "decode", leg)
+        worker = worker or (self.pair.decode if params is not None else self.pair.whole)
+        return await self._ask(worker.id, "decode", leg)
 
     async def prefill(self, request: GenerateRequest) -> PrefillResult | BootstrapInfo:
         """Return what decode needs, or the result that leaves nothing to decode."""
@@ -283,7 +293,7 @@ class Desk:
         return await self.decode(request, result if isinstance(result, BootstrapInfo) else result.params)
 
     async def aggregated(self, request: GenerateRequest) -> Outcome:
-        """Let decode compute the prompt itself. The salt keeps it from the KV that it fetched for others."""
+        """Let one worker do it all. The salt keeps it from KV that it fetched for others."""
         own = msgspec.structs.replace(request, attempt_id=new_attempt_id(), cache_salt=ALONE)
         return await self.decode(own)
 
@@ -298,7 +308,7 @@ class Desk:
         """Return when neither worker holds anything."""
         end = time.monotonic() + within_s
         while True:
-            alive = [worker for worker in (self.pair.prefill, self.pair.decode) if worker.is_alive()]
+            alive = [worker for worker in self.pair.workers if worker.is_alive()]
             loads = [await self.load(worker.id) for worker in alive]
             if not any(load.running + load.waiting + load.kv_blocks_used for load in loads):
                 return
@@ -314,6 +324,9 @@ class Desk:
     def has_news(self) -> None:
         """Let `until` look again."""
         self._news.set()
+
+    def result(self, attempt: AttemptId) -> PrefillResult | None:
+        return self._prefilled.get(attempt)
 
     def frames(self, attempt: AttemptId) -> list[Frame]:
         return self._frames.get(attempt, [])

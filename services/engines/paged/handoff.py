@@ -6,14 +6,12 @@ task of the site's waits until they are settled.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
 from typing import Literal, TypeVar
 
 import msgspec
-import numpy as np
 
 from schemas.errors import BuswayError, DeadlineError, EngineError, ErrorRecord, KvTransferFailedError
 from schemas.frames import Failed, Finished, Timings
@@ -211,20 +209,6 @@ def seconds_left(request: GenerateRequest, *, transfer_s: float) -> tuple[float,
     if left_s <= transfer_s:
         return max(0.0, left_s), DeadlineError("the deadline passed in phase transfer", phase="transfer")
     return transfer_s, KvTransferFailedError(f"no KV within {transfer_s:g} s", phase="transfer")
-
-
-def prompt_digest(request: GenerateRequest) -> str:
-    """Return what two legs' prompts must share: ids, resumed ids and salt."""
-    digest = hashlib.sha256(request.cache_salt.encode())
-    for ids in (request.token_ids, request.resume):
-        digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(np.asarray(ids, np.int64).tobytes())
-    return digest.hexdigest()[:32]
-
-
-def num_prompt_tokens(request: GenerateRequest) -> int:
-    """Return how many tokens' KV a handoff of this request moves: resumed ones are part of the prompt."""
-    return len(request.token_ids) + len(request.resume)
 
 
 def record_of(error: BuswayError | None) -> ErrorRecord | None:

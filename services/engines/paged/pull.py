@@ -28,9 +28,10 @@ from schemas.ids import Epoch, WorkerId
 from schemas.peer import ConfirmRequest, LeaseRequest, Verdict, WriteRequest
 from services.engines.paged.decode_leg import Arrival, DecodeLeg, ReadLanding, WriteLanding
 from services.engines.paged.desk import PromptComputed
-from services.engines.paged.handoff import REMEMBER_S, RETRY_GAP_S, HandoffSite, LegNotice, num_prompt_tokens
+from services.engines.paged.handoff import REMEMBER_S, RETRY_GAP_S, HandoffSite, LegNotice
 from services.engines.paged.peers import Peer
 from services.engines.paged.prefill_leg import PrefillLeg, moved
+from services.engines.prompt import num_prompt_tokens
 from services.kv.mover import Move
 from services.kv.plan import BlockMoves, block_moves, num_blocks_for
 

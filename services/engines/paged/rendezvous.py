@@ -33,12 +33,11 @@ from services.engines.paged.handoff import (
     RETRY_GAP_S,
     HandoffSite,
     LegNotice,
-    num_prompt_tokens,
-    prompt_digest,
     seconds_left,
 )
 from services.engines.paged.peers import Peer
 from services.engines.paged.prefill_leg import PrefillLeg, moved
+from services.engines.prompt import num_prompt_tokens, prompt_digest
 from services.kv.mover import Moved
 from services.kv.plan import block_moves, num_blocks_for, num_ready_blocks
 from services.phase_timings import fitted, waited_for

@@ -6,6 +6,7 @@ from typing import Literal
 from schemas.errors import RequestError
 from services.config import RoleName, WorkerConfig
 from services.engines.adapter.installed import require_version
+from services.engines.adapter.words import flags
 from services.engines.model_files import load_card
 from services.engines.vllm import INSTALL, PACKAGES, TESTED_VERSIONS
 from services.engines.vllm.engine import VllmEngine
@@ -29,7 +30,7 @@ def make_vllm(config: WorkerConfig, *, is_one_host: bool) -> VllmEngine:
         raise RequestError(f"vLLM's leases are whole seconds: lease_s is {config.lease_s:g}", param="lease_s")
     options = LaunchOptions(
         model_path=config.model_path,
-        words=(*_flags(args), *config.engine_words),
+        words=(*flags(args), *config.engine_words),
         kv_role=_kv_role(config.role),
         kv_load_failure=config.kv_load_failure,
         lease_s=config.lease_s,
@@ -47,13 +48,3 @@ def _kv_role(role: RoleName) -> Literal["kv_producer", "kv_consumer"] | None:
             return "kv_consumer"
         case _:
             return None
-
-
-def _flags(args: dict[str, str]) -> list[str]:
-    """Return key=value pairs as words; a value of true is a switch."""
-    words: list[str] = []
-    for key, value in args.items():
-        words.append("--" + key.replace("_", "-"))
-        if value.lower() != "true":
-            words.append(value)
-    return words

@@ -1,0 +1,287 @@
+"""SglangEngine: services.engines.protocol.Engine over sglang.Engine."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+
+import msgspec
+
+from schemas.errors import BuswayError, ErrorRecord, RequestError, UnavailableError, error_from
+from schemas.handoff import BootstrapInfo
+from schemas.hop import DecodeRequest, Ok, PrefillRequest
+from schemas.ids import AttemptId, Epoch, WorkerId
+from schemas.kv_events import KvChange
+from schemas.message import Message
+from schemas.model_card import ModelCard
+from schemas.peer import Landed, MeetRequest, Stranded, Verdict
+from services.engines.adapter.tick import TickEmitter
+from services.engines.paged.limits import Limits
+from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
+from services.engines.sglang import own_metrics
+from services.engines.sglang.decode import DecodeLeg
+from services.engines.sglang.launch import FAKE_HOST
+from services.engines.sglang.prefill import PrefillLeg
+from services.engines.sglang.rooms import RoomBook
+from services.engines.sglang.sampling import check_request
+from services.engines.sglang.site import Site
+from services.engines.sglang.thread import EngineThread
+from services.engines.sglang.words import EngineSpec, Gauges, LaunchOptions, Output
+
+_log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 60.0
+
+
+class SglangEngine:
+    """One SGLang engine; run once. `card` is read from the model's folder: SGLang's own tokenizer is not used."""
+
+    def __init__(self, card: ModelCard, options: LaunchOptions, *, lease_s: float) -> None:
+        self._card = card
+        self._options = options
+        self._lease_s = lease_s
+        self._thread = EngineThread(options)
+        self._gauges = Gauges()
+        self._num_cached = 0
+        self._site: Site | None = None
+
+    async def run(
+        self,
+        *,
+        worker: WorkerId,
+        epoch: Epoch,
+        peers: PeerLink,
+        emit: Emit,
+        ready: Callable[[EngineProfile], None],
+    ) -> None:
+        """See Engine."""
+        try:
+            spec = await self._thread.start(self._on_outputs, self._on_gauges, self._on_cache)
+            async with asyncio.TaskGroup() as tasks:
+                self._site = self._make_site(spec, worker, epoch, peers, emit, tasks)
+                housekeeping = tasks.create_task(_forget_what_is_over(self._site), name="sglang-housekeeping")
+                ready(self._profile(spec))
+                try:
+                    await self._thread.join()
+                finally:
+                    housekeeping.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            await self._thread.stop()
+
+    def prefill(self, leg: PrefillRequest) -> None:
+        """See Engine."""
+        site = self._running()
+        if leg.request.attempt_id in site.legs:
+            return
+        if leg.bootstrap is None or site.spec.endpoint is None:
+            raise RequestError("SGLang's prefill needs a rendezvous, at a worker of role prefill", param="bootstrap")
+        check_request(leg.request, site.spec)
+        site.limits.check_hold(leg.request)
+        PrefillLeg(site, leg, leg.bootstrap).start()
+
+    def decode(self, leg: DecodeRequest) -> None:
+        """See Engine. A leg that is refused lets its prefill go."""
+        site = self._running()
+        if leg.request.attempt_id in site.legs:
+            return
+        made = DecodeLeg(site, leg, leg.params if isinstance(leg.params, BootstrapInfo) else None)
+        try:
+            self._check_role(leg)
+            check_request(leg.request, site.spec)
+            site.limits.check_decode(leg.request)
+        except BuswayError as error:
+            made.refuse(error)
+            raise
+        made.start()
+
+    def abort(self, attempt_id: AttemptId, error: ErrorRecord | None = None) -> None:
+        """See Engine."""
+        leg = self._running().legs.get(attempt_id)
+        if leg is not None:
+            leg.abort(None if error is None else error_from(error))
+
+    async def answer(self, message: Message) -> Message:
+        """See Engine."""
+        site = self._running()
+        leg = site.legs.get(getattr(message, "attempt_id", AttemptId("")))
+        match message:
+            case MeetRequest():
+                return self._meet(message)
+            case Stranded():
+                if leg is not None:
+                    leg.stranded(error_from(message.error))
+                return Ok()
+            case Landed():
+                if leg is not None:
+                    leg.landed(message)
+                return Ok()
+            case _:
+                raise RequestError(f"SGLang doesn't answer {type(message).__name__}")
+
+    def peer_joined(self, worker: WorkerId, epoch: Epoch) -> None:
+        """See Engine. SGLang's two sides make their connection when they first meet."""
+
+    def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
+        """See Engine. SGLang would see it after its heartbeats."""
+        for leg in list(self._running().legs.values()):
+            leg.peer_left(worker, epoch)
+
+    def load(self) -> EngineLoad:
+        """See Engine. Blocks are the scheduler's own count; it answers that between two steps, so its answers are
+        progress too."""
+        site = self._running()
+        totals, legs, spec = site.totals, site.legs.values(), site.spec
+        running = sum(leg.is_running() for leg in legs)
+        num_used = -(-self._gauges.num_used_tokens // spec.page_size)
+        return EngineLoad(
+            running=running,
+            waiting=len(legs) - running,
+            num_held=len(site.draining),
+            kv_blocks_used=num_used,
+            kv_blocks_cached=max(0, self._num_cached - num_used),
+            kv_blocks_total=spec.num_tokens // spec.page_size,
+            kv_blocks_quarantined=0,
+            queued_prefill_tokens=sum(leg.num_queued_tokens() for leg in legs),
+            progress=totals.num_outputs + self._gauges.num_reports,
+            kv_transfer_bytes={spec.transfer_backend: totals.num_transfer_bytes} if totals.num_transfer_bytes else {},
+            num_remote_prefills=totals.num_remote_prefills,
+            num_recomputed_tokens=0,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_cached_tokens=totals.num_cached_tokens,
+            num_generated_tokens=totals.num_generated_tokens,
+        )
+
+    def _meet(self, message: MeetRequest) -> Verdict:
+        site = self._running()
+        leg = site.legs.get(message.attempt_id)
+        if isinstance(leg, PrefillLeg):
+            return leg.meet(message)
+        try:  # it is over, well or badly, or was never here
+            site.rooms.meet(message)
+        except BuswayError as error:
+            return Verdict(is_good=False, error=error.record())
+        return Verdict(is_good=True)
+
+    def _check_role(self, leg: DecodeRequest) -> None:
+        """Raise for a leg whose KV can't come from where it says, or can't be made here."""
+        params, role = leg.params, self._options.role
+        if params is None:
+            if role != "both":
+                raise UnavailableError(f"SGLang computes no prompt for itself in the role {role}")
+            return
+        if not isinstance(params, BootstrapInfo):
+            raise RequestError(f"SGLang can't use {type(params).__name__}", param="params")
+        if role != "decode":
+            raise RequestError(f"SGLang receives no KV in the role {role}", param="params")
+        host, port = params.endpoint.host, params.endpoint.port
+        if not host or host == FAKE_HOST or not port:
+            raise RequestError(f"no prefill can be met at {host}:{port}", param="params")
+
+    def _running(self) -> Site:
+        if self._site is None:
+            raise UnavailableError("the engine isn't ready")
+        return self._site
+
+    def _on_outputs(self, outputs: Sequence[Output]) -> None:
+        site = self._site
+        if site is not None:
+            for output in outputs:
+                site.take(output)
+            site.ticks.flush()
+
+    def _on_gauges(self, gauges: Gauges) -> None:
+        self._gauges = gauges
+
+    def _on_cache(self, changes: tuple[KvChange, ...], num_blocks: int) -> None:
+        self._num_cached = num_blocks
+        if self._site is not None:
+            self._site.ticks.add([CacheChanged(changes=changes)])
+
+    def _make_site(
+        self,
+        spec: EngineSpec,
+        worker: WorkerId,
+        epoch: Epoch,
+        peers: PeerLink,
+        emit: Emit,
+        tasks: asyncio.TaskGroup,
+    ) -> Site:
+        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
+            return tasks.create_task(_logged(coroutine, name), name=name)
+
+        return Site(
+            worker=worker,
+            epoch=epoch,
+            thread=self._thread,
+            spec=spec,
+            limits=_limits(spec, self._card),
+            link=peers,
+            ticks=TickEmitter(emit),
+            lease_s=self._lease_s,
+            spawn=spawn,
+            rooms=RoomBook(epoch),
+        )
+
+    def _profile(self, spec: EngineSpec) -> EngineProfile:
+        return EngineProfile(
+            backend="sglang",
+            card=self._card,
+            handoff="rendezvous",
+            block_size=spec.page_size,
+            total_kv_blocks=spec.num_tokens // spec.page_size,
+            max_num_seqs=spec.max_running,
+            max_batched_tokens=spec.max_batched_tokens,
+            max_context_tokens=spec.max_context_tokens,
+            kv_layout=kv_layout(spec),
+            kv_dtype=spec.kv_dtype,
+            engine_version=spec.version,
+            tp_size=spec.tp_size,
+            pp_size=spec.pp_size,
+            bootstrap=spec.endpoint,
+            has_kv_events=spec.has_kv_events,
+            own_metrics=_own_metrics if spec.has_metrics else None,
+            computes_prompts=self._options.role != "decode",
+        )
+
+
+def kv_layout(spec: EngineSpec) -> str:
+    """Return the digest of what both sides must share: SGLang's version, transfer backend, page size, pipeline; on CPUs
+    the tensor parallel size too (SGLang moves KV between unequal ones on GPUs only)."""
+    tp_size = spec.tp_size if spec.device == "cpu" else 0
+    parts = (spec.version, spec.transfer_backend, spec.page_size, spec.pp_size, tp_size)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def _limits(spec: EngineSpec, card: ModelCard) -> Limits:
+    """Return what SGLang serves without cutting a completion short: it does so where prompt (in whole pages) and
+    completion, with a page and a token to spare, exceed its pool (sglang/srt/mem_cache/allocator/base.py@0.5.23)."""
+    return Limits(
+        num_blocks=(spec.num_tokens - 1) // spec.page_size - 2,
+        block_size=spec.page_size,
+        max_num_seqs=spec.max_running,
+        max_batched_tokens=spec.max_batched_tokens,
+        max_context_tokens=spec.max_context_tokens,
+        eos_token_ids=card.eos_token_ids,
+        vocab_size=spec.vocab_size,
+    )
+
+
+async def _own_metrics() -> bytes:
+    return await asyncio.to_thread(own_metrics.text)
+
+
+async def _logged(coroutine: Coroutine[object, object, None], name: str) -> None:
+    """Run a task of one handoff: a fault of ours in it costs that handoff, not the engine."""
+    try:
+        await coroutine
+    except Exception:
+        _log.exception("the task %s failed", name)
+
+
+async def _forget_what_is_over(site: Site) -> None:
+    while True:
+        await asyncio.sleep(HOUSEKEEPING_S)
+        site.rooms.forget(time.monotonic())

@@ -1,0 +1,126 @@
+"""What all legs of one SGLang engine share."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Protocol
+
+import msgspec
+
+from schemas.errors import BuswayError
+from schemas.hop import Ok
+from schemas.ids import AttemptId, Epoch, WorkerId
+from schemas.peer import Landed, Stranded
+from services.engines.adapter.tick import TickEmitter
+from services.engines.paged.limits import Limits
+from services.engines.protocol import PeerLink
+from services.engines.sglang.rooms import RoomBook
+from services.engines.sglang.thread import EngineThread
+from services.engines.sglang.words import EngineSpec, Output, Submission
+
+_log = logging.getLogger(__name__)
+
+RETRY_GAP_S = 0.05
+NUM_TELLS = 3
+
+
+class Leg(Protocol):
+    """One attempt on this engine."""
+
+    def take(self, output: Output) -> None:
+        """Take what a step made of this leg's request."""
+        ...
+
+    def abort(self, error: BuswayError | None) -> None:
+        """Free everything and tell the peer; emit one terminal event when `error` is given, else nothing."""
+        ...
+
+    def stranded(self, error: BuswayError) -> None:
+        """The peer's leg is over with `error`."""
+        ...
+
+    def landed(self, message: Landed) -> None:
+        """Prefill has delivered, and tells what it measured."""
+        ...
+
+    def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
+        """A worker is gone; it may be this leg's peer."""
+        ...
+
+    def is_running(self) -> bool:
+        """Whether it has tokens already."""
+        ...
+
+    def num_queued_tokens(self) -> int:
+        """How many prompt tokens are still to be computed here."""
+        ...
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Counters since start, as in EngineLoad."""
+
+    num_outputs: int = 0
+    num_remote_prefills: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_transfer_bytes: int = 0
+
+
+class Site(msgspec.Struct, kw_only=True):
+    """`legs` by attempt, `by_rid` by the id that the leg's request has in the engine; `draining` are the requests that
+    only the engine isn't done with yet."""
+
+    worker: WorkerId
+    epoch: Epoch
+    thread: EngineThread
+    spec: EngineSpec
+    limits: Limits
+    link: PeerLink
+    ticks: TickEmitter
+    lease_s: float
+    spawn: "Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]"
+    rooms: RoomBook
+    totals: Totals = msgspec.field(default_factory=Totals)
+    legs: dict[AttemptId, Leg] = msgspec.field(default_factory=dict)
+    by_rid: dict[str, Leg] = msgspec.field(default_factory=dict)
+    draining: set[str] = msgspec.field(default_factory=set)
+
+    def submit(self, leg: Leg, submission: Submission) -> None:
+        """Give a leg's request to the engine."""
+        self.by_rid[submission.rid] = leg
+        self.thread.submit(submission)
+
+    def abort(self, rid: str) -> None:
+        """End a request, in whatever state; its outputs belong to nobody from now on."""
+        if self.by_rid.pop(rid, None) is not None:
+            self.draining.add(rid)
+            self.thread.abort(rid)
+
+    def take(self, output: Output) -> None:
+        """Take what a step made of a request."""
+        self.totals.num_outputs += 1
+        leg = self.by_rid.get(output.rid)
+        if output.is_last:
+            self.by_rid.pop(output.rid, None)
+            self.draining.discard(output.rid)
+        if leg is not None:
+            leg.take(output)
+
+    def tell_stranded(self, worker: WorkerId, attempt_id: AttemptId, error: BuswayError) -> None:
+        """Tell a peer that its leg is on its own, in the background."""
+        self.spawn(self._tell(worker, Stranded(attempt_id=attempt_id, error=error.record())), "tell-stranded")
+
+    def tell_landed(self, worker: WorkerId, message: Landed) -> None:
+        """Tell decode what prefill measured, in the background."""
+        self.spawn(self._tell(worker, message), "tell-landed")
+
+    async def _tell(self, worker: WorkerId, message: Stranded | Landed) -> None:
+        for _ in range(NUM_TELLS):
+            try:
+                await self.link.ask(worker, message, Ok)
+            except BuswayError as refusal:
+                _log.debug("%s wasn't told %s: %s", worker, type(message).__name__, refusal)
+                await asyncio.sleep(RETRY_GAP_S)
+            else:
+                return

@@ -1,0 +1,18 @@
+"""Which of SGLang's flags are busway's. SGLang itself is not needed."""
+
+import pytest
+
+from schemas.errors import RequestError
+from services.engines.sglang.launch import refuse_ours
+
+
+@pytest.mark.parametrize(
+    "words", [("--disaggregation-mode", "decode"), ("--model-path=x",), ("--tp-size", "2", "--skip_tokenizer_init")]
+)
+def test_what_busway_decides_is_refused_by_name(words: tuple[str, ...]) -> None:
+    with pytest.raises(RequestError, match="is busway's to set"):
+        refuse_ours(words)
+
+
+def test_the_rest_is_sglangs() -> None:
+    refuse_ours(("--tp-size", "2", "--disaggregation-bootstrap-port", "8998", "--model-loader-extra-config", "{}"))
