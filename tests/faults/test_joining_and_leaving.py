@@ -89,6 +89,27 @@ async def test_a_prefill_worker_waits_until_its_kv_is_fetched(stack: Stack) -> N
     await stack.all_free()
 
 
+async def test_a_worker_that_comes_back_changed_under_its_id_starts_clean(stack: Stack) -> None:
+    """Killed, and started again before anybody has noticed, with blocks of another size: nobody takes it for the one it
+    was, and as it is it matches no decode worker. Then it is its old self again."""
+    await stack.have(*PAIR)
+    for tuning, stages in (
+        ({"block_size": 32}, ["accepted", "decoding"]),
+        ({}, ["accepted", "prefilling", "decoding"]),
+    ):
+        stack["p1"].kill()
+        stack.start("p1", **tuning)
+        during = stack.ask_both()
+        await stack.until_live("p1")
+        for answer in during:
+            (await answer.over()).check_whole()
+        after = stack.ask(stack.prompt())
+        (await after.over()).check_whole()
+        assert after.stages == stages
+        assert ("never paired" in await stack.command("status")) == ("prefilling" not in stages)
+    await stack.settled(PAIR)
+
+
 async def test_all_decode_workers_vanish_and_new_ones_come(stack: Stack) -> None:
     """Requests under way wait for them and go on; new ones are told 503 at once."""
     await stack.have(*PAIR)
