@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import orjson
 
 from bus.client import Client
 from bus.connection import Bus
@@ -126,8 +127,19 @@ class Stack:
                         via: Via = "http" if gateway else "bus"
                         answer = await self.ask(self.prompt(40), 3, via=via, gateway=gateway).over()
                         await asyncio.sleep(0.02)
+                    if gateway:
+                        await self._listens(gateway)
             except TimeoutError:
                 raise AssertionError(f"{names} don't serve: {answer}, {self.logs()}") from None
+
+    async def _listens(self, gateway: str) -> None:
+        """Wait until a gateway listens to the model's OpenAI subjects as well: it isn't idle before."""
+        while True:
+            with contextlib.suppress(BusError):
+                info = await self.bus.ask(f"$SRV.INFO.busway-gateway.{gateway}", b"", bytes)
+                if sum(".openai." in endpoint["subject"] for endpoint in orjson.loads(info)["endpoints"]) == 2:
+                    return
+            await asyncio.sleep(0.02)
 
     def _live(self) -> list[Record]:
         fleet = self.fleet
