@@ -4,7 +4,7 @@ import logging
 import time
 
 from schemas.errors import BuswayError, EngineError, KvTransferFailedError, RequestError, WorkerLostError
-from schemas.frames import Failed, Finished, FinishReason, Timings, Tokens, Usage
+from schemas.frames import Begun, Failed, Finished, FinishReason, Timings, Tokens, Usage
 from schemas.handoff import TrtllmDisaggregatedParams
 from schemas.hop import DecodeRequest
 from schemas.ids import Epoch, WorkerId
@@ -104,11 +104,14 @@ class GenerationLeg(Leg):
     def take(self, output: RequestOutput) -> None:
         if len(output.outputs) != 1:
             raise EngineError(f"TensorRT-LLM answered with {len(output.outputs)} choices instead of one")
-        seq = len(self.request.resume) + self._completion.num_tokens
+        num_before = self._completion.num_tokens
+        seq = len(self.request.resume) + num_before
         step = self._completion.take(output.outputs[0], is_final=output.finished)
         self.site.book.totals.num_generated_tokens += len(step.token_ids)
         events: list[EngineEvent] = []
         if step.token_ids:
+            if not num_before:
+                events.append(Begun(self.request.attempt_id, self._timings()))
             events.append(Tokens(self.request.attempt_id, seq, step.token_ids, step.logprobs))
         if step.reason is None:
             self.site.outbox.add(events)
@@ -124,13 +127,11 @@ class GenerationLeg(Leg):
 
     def _finished(self, output: RequestOutput, step: Step, seq: int) -> Finished:
         assert step.reason is not None
-        assert self._first_result_at is not None
         num_prompt, end = len(self.request.token_ids), seq + len(step.token_ids)
         is_remote = self._params is not None
         kv_bytes = _kv_bytes(output) if is_remote else 0
         self.site.book.totals.num_transfer_bytes += kv_bytes
         num_cached = self._params.num_cached_tokens if self._params is not None else output.cached_tokens
-        first_s = self._first_result_at - self.started
         return Finished(
             attempt_id=self.request.attempt_id,
             seq=end,
@@ -141,13 +142,16 @@ class GenerationLeg(Leg):
                 cached_tokens=min(num_cached, num_prompt),
                 num_computed_prompt_tokens=0 if is_remote else max(0, num_prompt - num_cached),
             ),
-            timings=Timings(
-                prefill_s=0.0 if is_remote else first_s,
-                transfer_s=first_s if is_remote else 0.0,
-                decode_s=time.monotonic() - self._first_result_at,
-                kv_bytes=kv_bytes,
-            ),
+            timings=self._timings(kv_bytes),
         )
+
+    def _timings(self, kv_bytes: int = 0) -> Timings:
+        """Return the phases up to now; TensorRT-LLM tells of none, so all until its first result is one."""
+        assert self._first_result_at is not None
+        first_s, decode_s = self._first_result_at - self.started, time.monotonic() - self._first_result_at
+        if self._params is None:
+            return Timings(prefill_s=first_s, decode_s=decode_s)
+        return Timings(transfer_s=first_s, decode_s=decode_s, kv_bytes=kv_bytes)
 
 
 async def _fetched(site: Site, request: GenerateRequest, params: TrtllmDisaggregatedParams) -> None:

@@ -5,7 +5,7 @@ what one engine alone would. Prefill's draw has only shown that the request goes
 """
 
 from schemas.errors import BuswayError, EngineError, KvTransferFailedError, error_from
-from schemas.frames import Failed, Finished, FinishReason, Tokens
+from schemas.frames import Begun, Failed, Finished, FinishReason, Tokens
 from schemas.hop import DecodeRequest
 from schemas.peer import Verdict
 from services.engines.protocol import EngineEvent
@@ -48,9 +48,12 @@ class DecodeLeg:
             self._end([self._failed(output.error or self._engine_error(output.finish))])
         else:
             is_first = self._tally.prompt is None and bool(output.token_ids)
+            events: list[EngineEvent] = []
             if is_first:
                 self._note_first(output)
-            self._deliver(self._events(output))
+                timings = self._tally.timings(self._site.spec.kv_bytes_per_token)
+                events.append(Begun(self._request.attempt_id, timings))
+            self._deliver(events + self._events(output))
             if is_first and self._withheld is not None and self._voucher is not None:
                 self._site.spawn(self._confirm(self._voucher), f"confirm {self._request.attempt_id}")
 

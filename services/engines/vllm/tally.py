@@ -1,4 +1,4 @@
-"""What one decode leg counts and times, for its last frame."""
+"""What one decode leg counts and times, for its first token and its last frame."""
 
 import time
 
