@@ -65,7 +65,6 @@ VLLM_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "TORCHDYNAMO_DISABLE": "1",  # else a helper for logprobs is compiled at start, for most of a minute here
 }
 # A stand-in, not TensorRT-LLM: that can't be installed here, nor run without an NVIDIA GPU. Its KV is freed by being
 # fetched or by its time-out, as in the real one.

@@ -19,6 +19,7 @@ from services.engines.vllm.words import NIXL_CONNECTORS, CoreSpec, LaunchOptions
 
 DEFAULT_CONNECTOR = "NixlConnector"
 KV_FLAG = "--kv-transfer-config"
+EAGER_FLAG = "--enforce-eager"
 
 
 def start_core(options: LaunchOptions) -> tuple[Any, Any, CoreSpec]:
@@ -30,6 +31,8 @@ def start_core(options: LaunchOptions) -> tuple[Any, Any, CoreSpec]:
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", options.side_channel_host)
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port(options.side_channel_host)))
     os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # cache_events.py asks for blocks by their hash
+    if EAGER_FLAG in (word.replace("_", "-") for word in options.words):
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper for logprobs is compiled all the same
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
