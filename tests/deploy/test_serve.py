@@ -203,6 +203,7 @@ def test_the_version_is_printed_without_a_stack(home: Home) -> None:
     assert home.run("version").stdout.strip() == "0.1.0"
 
 
+@pytest.mark.slow
 def test_a_worker_whose_engine_loop_dies_is_started_again_with_growing_pauses(home: Home) -> None:
     """The engine's thread hits a fault with every prompt: its process says so, ends with an error, and comes back."""
     points = home.folder / "points"
