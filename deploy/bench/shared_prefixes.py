@@ -15,8 +15,8 @@ from schemas.frames import Accepted, Decoding, Finished, Frame, Prefilling, Toke
 from schemas.ids import RequestId, new_request_id
 from schemas.request import Sampling, StopConditions
 
-MAX_RETRIES = 10
-RETRY_S = 0.5
+MAX_RETRIES = 30
+RETRY_S = 1.0
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,8 @@ def print_runs(console: Console, title: str, runs: Sequence[Run]) -> None:
 
 
 def _ms(value: float) -> str:
+    if value >= 1e5:
+        return f"{value / 1e3:,.0f} s"
     return f"{value:,.0f}" if value >= 1e4 else f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
 
 
