@@ -54,7 +54,7 @@ sglang_cpu() {
     cp "$parts/busway_sglang_cpu.pth" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     add_busway "$venv"
     "$venv/bin/python" -c 'import sglang, sgl_kernel, nixl, services.engines.sglang.engine'
-    touch "$venv/.busway-installed"
+    seal "$venv"
 }
 
 is_whole() {

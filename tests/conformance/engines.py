@@ -193,10 +193,10 @@ def case_named(name: str) -> EngineCase:
     return next(case for case in (*CASES, TENSOR_PARALLEL) if case.name == name)
 
 
-def only(name: str) -> pytest.MarkDecorator:
-    """Return the mark of tests that are one engine's alone."""
-    case = case_named(name)
-    return pytest.mark.parametrize("pair", [pytest.param(case, id=name, marks=marks(case))], indirect=True)
+def only(*names: str) -> pytest.MarkDecorator:
+    """Return the mark of tests that are these engines' alone."""
+    cases = [pytest.param(case, id=case.name, marks=marks(case)) for case in map(case_named, names)]
+    return pytest.mark.parametrize("pair", cases, indirect=True)
 
 
 def marks(case: EngineCase) -> tuple[pytest.MarkDecorator, ...]:

@@ -1,4 +1,4 @@
-"""vLLM's own series on its worker's /metrics, fed without vLLM's front end; and what its load reports say."""
+"""vLLM's own series on its worker's /metrics, fed without vLLM's front end."""
 
 import asyncio
 import urllib.request
@@ -26,17 +26,6 @@ async def scrape(desk: Desk, worker: WorkerProcess) -> dict[tuple[str, str], flo
         key = pairs.get("source") or pairs.get("finished_reason") or ""
         found[name, key.strip('"')] = float(value)
     return found
-
-
-async def test_the_load_says_how_long_its_prefill_passes_take(desk: Desk) -> None:
-    """Routers estimate by it."""
-    before = (await desk.load(desk.pair.prefill.id)).prefill_cost
-    for number, length in enumerate((40, 400, 800)):
-        await desk.disaggregated(desk.request(prompt(length, salt=95 + number), 2))
-    cost = (await desk.load(desk.pair.prefill.id)).prefill_cost
-    assert cost is not None
-    assert cost.num_passes >= (before.num_passes if before is not None else 0) + 3
-    assert 0.0 < cost.base_s + 800 * (cost.token_s + 800 * cost.token2_s) < 60.0
 
 
 async def test_they_count_what_the_engine_does(desk: Desk) -> None:

@@ -17,7 +17,7 @@ from schemas.errors import (
     WorkerLostError,
     error_from,
 )
-from schemas.frames import Failed, Finished, Timings, Tokens, Usage
+from schemas.frames import Begun, Failed, Finished, Timings, Tokens, Usage
 from schemas.handoff import BootstrapInfo
 from schemas.hop import DecodeRequest
 from schemas.ids import Epoch, WorkerId
@@ -55,9 +55,10 @@ class DecodeLeg:
 
     def take(self, output: Output) -> None:
         """See Leg."""
+        events: list[EngineEvent] = []
         if output.token_ids and self._first_token_at is None:
             self._note_first(output)
-        events: list[EngineEvent] = []
+            events.append(Begun(self._request.attempt_id, self._timings()))
         if output.token_ids:
             events.append(Tokens(self._request.attempt_id, self._next_seq, output.token_ids, output.logprobs))
             self._next_seq += len(output.token_ids)

@@ -28,6 +28,7 @@ from services.engines.sglang.sampling import check_request
 from services.engines.sglang.site import Site
 from services.engines.sglang.thread import EngineThread
 from services.engines.sglang.words import EngineSpec, Gauges, LaunchOptions, Output
+from services.pass_times import PassTimes
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class SglangEngine:
         self._lease_s = lease_s
         self._thread = EngineThread(options)
         self._gauges = Gauges()
+        self._passes = PassTimes()
         self._num_cached = 0
         self._site: Site | None = None
 
@@ -152,6 +154,7 @@ class SglangEngine:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_cached_tokens=totals.num_cached_tokens,
             num_generated_tokens=totals.num_generated_tokens,
+            prefill_cost=self._passes.cost(),
         )
 
     def _meet(self, message: MeetRequest) -> Verdict:
@@ -193,7 +196,11 @@ class SglangEngine:
             site.ticks.flush()
 
     def _on_gauges(self, gauges: Gauges) -> None:
-        self._gauges = gauges
+        """Between two looks there is one prefill pass or none; very short ones together count as one."""
+        before, self._gauges = self._gauges, gauges
+        num_tokens = gauges.num_computed_tokens - before.num_computed_tokens
+        if num_tokens > 0:
+            self._passes.note(num_tokens, (gauges.computing_us - before.computing_us) / 1e6)
 
     def _on_cache(self, changes: tuple[KvChange, ...], num_blocks: int) -> None:
         self._num_cached = num_blocks

@@ -20,7 +20,7 @@ from services.engines.sglang.launch import start_engine
 from services.engines.sglang.translate import Translator, arguments_of
 from services.engines.sglang.words import EngineSpec, Gauges, LaunchOptions, Output, Submission
 
-BUSY_LOOK_S, IDLE_LOOK_S = 0.02, 0.25
+BUSY_LOOK_S, IDLE_LOOK_S = 0.01, 0.25
 STOP_S = 20.0
 CHILD_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -38,6 +38,7 @@ class EngineThread:
         self._home: asyncio.AbstractEventLoop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event
+        self._begun: asyncio.Event
         self._engine: Any = None
         self._tasks: asyncio.TaskGroup
         self._num_live = 0
@@ -101,7 +102,8 @@ class EngineThread:
 
     async def _live(self, on_gauges: OnGauges, on_cache: OnCache) -> None:
         address = f"ipc://{self._folder}/kv-events"
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stopping, self._begun = asyncio.Event(), asyncio.Event()
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 engine, spec = start_engine(self._options, address)
@@ -122,10 +124,12 @@ class EngineThread:
         if self._stopping.is_set():
             return
         self._num_live += 1
+        self._begun.set()
         self._tasks.create_task(self._follow(submission), name=submission.rid)
 
     def _abort(self, rid: str) -> None:
-        self._engine.tokenizer_manager.abort_request(rid)
+        # SGLang ignores aborts of what isn't at its scheduler yet: what began in this turn is there in the next.
+        asyncio.get_running_loop().call_soon(self._engine.tokenizer_manager.abort_request, rid)
 
     async def _follow(self, submission: Submission) -> None:
         """Follow a request to its end. Never given up before: SGLang's bookkeeping of it would stay behind."""
@@ -159,12 +163,19 @@ class EngineThread:
             (snapshot, *_) = reader.read_all() or [None]
             if snapshot is not None and snapshot.timestamp != stamp:
                 stamp, num_reports = snapshot.timestamp, num_reports + 1
-                gauges = Gauges(num_used_tokens=snapshot.num_used_tokens, num_reports=num_reports)
-                if gauges != told:
-                    told = gauges
-                    self._tell(on_gauges, gauges)
-            is_busy = self._num_live > 0 or told.num_used_tokens > 0
-            await asyncio.sleep(BUSY_LOOK_S if is_busy else IDLE_LOOK_S)
+                told = Gauges(
+                    num_used_tokens=snapshot.num_used_tokens,
+                    num_computed_tokens=snapshot.total_prefill_uncached_tokens,
+                    computing_us=snapshot.total_prefill_busy_us,
+                    num_reports=num_reports,
+                )
+                self._tell(on_gauges, told)
+            if self._num_live > 0 or told.num_used_tokens > 0:
+                await asyncio.sleep(BUSY_LOOK_S)
+            else:
+                self._begun.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._begun.wait(), IDLE_LOOK_S)
 
     async def _watch_cache(self, address: str, spec: EngineSpec, on_cache: OnCache) -> None:
         """Pass on what the prefix cache gains and loses."""

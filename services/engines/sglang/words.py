@@ -91,7 +91,10 @@ class PromptStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's own word of its load; `num_reports` counts them."""
+    """The scheduler's own word of its load; `num_reports` counts them. What its prefill passes computed, and for how
+    long, counts from its start."""
 
     num_used_tokens: int = 0
+    num_computed_tokens: int = 0
+    computing_us: int = 0
     num_reports: int = 0
