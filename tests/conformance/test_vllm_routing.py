@@ -8,12 +8,13 @@ import msgspec
 import numpy as np
 
 from bus.client import Client
+from deploy.engine_python import engine_python
 from schemas.explanation import ExplainRequest, Explanation
 from schemas.frames import Finished, Prefilling
 from schemas.ids import RequestId, WorkerId, new_request_id
 from schemas.kv_events import KvSnapshot, KvSnapshotRequest
 from schemas.request import Deadlines, Sampling, StopConditions
-from services.config import RouterConfig
+from services.config import RouterConfig, WorkerConfig
 from services.prefix_hash import block_hashes
 from services.router.service import run_router
 from tests.conformance.cache_ear import CacheEar
@@ -28,6 +29,13 @@ BLOCK = 32
 LENGTH = 5 * BLOCK + 7
 NUM_BLOCKS = 64
 SMALL_POOL = ("--num-gpu-blocks-override", str(NUM_BLOCKS))
+HEAR_ONE = """
+import sys, zmq
+line = zmq.Context().socket(zmq.SUB)
+line.subscribe(b"")
+line.connect(sys.argv[1])
+print(len(line.recv_multipart()), flush=True)
+"""
 
 
 @asynccontextmanager
@@ -68,19 +76,33 @@ async def ask(client: Client, ids: tuple[int, ...]) -> tuple[WorkerId, int, Requ
 
 
 async def test_an_equal_prompt_goes_to_the_worker_that_has_its_kv(desk: Desk) -> None:
-    """Two prompts, two prefill workers: each computes one of them, once, whoever is asked for it again."""
+    """Two prompts, two prefill workers: each computes one of them, once, whoever is asked for it again. The second
+    worker publishes its events in vLLM's own way, too."""
     folder = desk.pair.prefill.log.parent.parent / "p2"
     folder.mkdir()
-    case = msgspec.structs.replace(desk.pair.case, flags=(*desk.pair.case.flags, *SMALL_POOL))
+    own_way = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/events"}
+    flags = (*desk.pair.case.flags, *SMALL_POOL, "--kv-events-config", msgspec.json.encode(own_way).decode())
+    case = msgspec.structs.replace(desk.pair.case, flags=flags)
     second = WorkerProcess(desk.pair.server, case, "prefill", desk.pair.prefill.model, folder, id="vllm-prefill-2")
     second.start()
     await asyncio.to_thread(second.wait_ready)
     try:
+        subscriber = await _subscriber(own_way["endpoint"])
         async with routed(desk) as client:
             await _each_goes_home(desk, client, (desk.pair.prefill.id, second.id))
             await _what_is_told_is_what_is_cached(desk, client, second.id)
+        told, _ = await asyncio.wait_for(subscriber.communicate(), 10)
+        assert told.split() == [b"3"], "vLLM's own publisher must go on: topic, number, events"
     finally:
         assert await asyncio.to_thread(second.leave) == 0
+
+
+async def _subscriber(endpoint: object) -> asyncio.subprocess.Process:
+    """Run one who listens to vLLM's own events, with its environment's ZeroMQ."""
+    python = engine_python(WorkerConfig(engine="vllm"))
+    return await asyncio.create_subprocess_exec(
+        str(python), "-c", HEAR_ONE, str(endpoint), stdout=asyncio.subprocess.PIPE
+    )
 
 
 async def _what_is_told_is_what_is_cached(desk: Desk, client: Client, worker: WorkerId) -> None:

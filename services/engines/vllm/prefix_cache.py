@@ -24,6 +24,9 @@ class _Tap:
         self._kept += batch.events
         self._inner.publish(batch)
 
+    def get_publisher_config(self) -> Any:
+        return self._inner.get_publisher_config()
+
     def shutdown(self) -> None:
         self._inner.shutdown()
 
