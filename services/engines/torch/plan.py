@@ -14,6 +14,9 @@ from services.kv.layout import KvLayout
 
 MAX_QUERY_BLOCK = {"cpu": 128, "cuda": 1024}
 MAX_SCORES = {"cpu": 2**22, "cuda": 2**26}  # of one query block, over all heads; more than 32 MB is paged in anew
+# Gathered KV of one group of decoding sequences. On a CPU it is read back from a cache then, not from memory: 24
+# sequences of 1,040 tokens took 5.8 ms a layer in groups of three, 11.4 ms as one (2 MiB of L2, 32 MiB of shared L3).
+MAX_GATHERED_BYTES = {"cpu": 5 * 2**19, "cuda": 2**40}
 
 
 class DecodeGroup(NamedTuple):
@@ -106,6 +109,7 @@ class _Planner:
         self.block_size = layout.block_size
         self.num_kv_heads = layout.num_kv_heads
         self.num_heads = num_heads
+        self.max_gathered_blocks = max(1, MAX_GATHERED_BYTES[device.type] // (2 * layout.row_bytes))
         self.num_blocks = num_blocks
         self.device = device
         self.firsts = [0]
@@ -147,12 +151,14 @@ class _Planner:
         return Reads(decodes=self._decode_groups(num_decodes, window), chunks=chunks)
 
     def _decode_groups(self, num_decodes: int, window: int | None) -> list[DecodeGroup]:
-        """Group neighbours so that none reads more than twice its blocks; they are sorted by length."""
+        """Group neighbours so that none reads more than twice its blocks, and what they read together stays in a cache;
+        they are sorted by length."""
         groups: list[DecodeGroup] = []
         first = 0
         lengths = [self._last_block(i) - self._first_block(i, window) for i in range(num_decodes)]
         for last in range(1, num_decodes + 1):
-            if last == num_decodes or lengths[last] > 2 * lengths[first]:
+            is_full = last < num_decodes and (last + 1 - first) * lengths[last] > self.max_gathered_blocks
+            if last == num_decodes or is_full or lengths[last] > 2 * lengths[first]:
                 groups.append(self._decode_group(first, last, max(lengths[first:last]), window))
                 first = last
         return groups

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from schemas.request import Sampling
+from services.engines.torch import plan
 from services.engines.torch.runner import TorchRunner
 from tests.engines.torch.driver import Driver
 from tests.engines.torch.tiny import VOCAB_SIZE, greedy_reference
@@ -34,6 +35,19 @@ def test_greedy_equals_transformers_for_odd_chunks_and_staggered_arrivals(tiny: 
         driver.step(running)
         driver.step(running)
     assert driver.finish(running) == expected
+
+
+@pytest.mark.parametrize("max_bytes", [1, 9 * 4 * 48 * 4])
+def test_sequences_read_in_groups_that_fit_a_cache_give_the_same(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, max_bytes: int
+) -> None:
+    """One sequence a group, and a few."""
+    monkeypatch.setitem(plan.MAX_GATHERED_BYTES, "cpu", max_bytes)
+    folder, model = tiny
+    driver = Driver(TorchRunner(folder, "tiny", ARGS))
+    asked = prompts(3, [5, 6, 9, 14, 15, 16, 17])
+    running = [driver.start(prompt, 9) for prompt in asked]
+    assert driver.finish(running) == [greedy_reference(model, prompt, 9) for prompt in asked]
 
 
 def test_a_prompt_in_one_piece_equals_the_same_in_single_tokens(tiny: tuple[Path, Any]) -> None:
