@@ -15,8 +15,8 @@ from services.kv.layout import KvLayout
 MAX_QUERY_BLOCK = {"cpu": 128, "cuda": 1024}
 MAX_SCORES = {"cpu": 2**22, "cuda": 2**26}  # of one query block, over all heads; more than 32 MB is paged in anew
 # Gathered KV of one group of decoding sequences. On a CPU it is read back from a cache then, not from memory: 24
-# sequences of 1,040 tokens took 5.8 ms a layer in groups of three, 11.4 ms as one (2 MiB of L2, 32 MiB of shared L3).
-MAX_GATHERED_BYTES = {"cpu": 5 * 2**19, "cuda": 2**40}
+# sequences of 1,040 tokens took 6 to 7 ms of CPU time a layer two or three at a time, 11 to 13 ms all together.
+MAX_GATHERED_BYTES = {"cpu": 2**21, "cuda": 2**40}
 
 
 class DecodeGroup(NamedTuple):
