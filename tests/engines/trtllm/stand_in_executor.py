@@ -63,6 +63,8 @@ class Fabric:
             found = self.waiting.get(opaque_state or b"")
             if found is None or found.transfer_id != transfer_id or found.owner.is_shut_down:
                 return None
+            if found.until <= time.monotonic():  # its owner's thread will free it in its next turn
+                return None
             del self.waiting[opaque_state or b""]
             return found
 
