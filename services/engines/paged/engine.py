@@ -5,7 +5,6 @@ handoffs no sequences: they meet at the Desk.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.peer import AgentMetadata
 from services.config import HandoffMode
+from services.engines.logged import logged
 from services.engines.paged.answers import Answers
 from services.engines.paged.desk import Notice
 from services.engines.paged.handoff import HandoffOptions, HandoffSite, Leg
@@ -35,8 +35,6 @@ from services.kv.lease import LeaseTable
 from services.kv.mover import Mover
 from services.kv.process import host_id
 from services.kv.transfer import KvTransfer
-
-_log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 5.0
 
@@ -188,7 +186,7 @@ class PagedEngine:
         tasks: asyncio.TaskGroup,
     ) -> HandoffSite:
         def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            task = tasks.create_task(_logged(coroutine, name), name=name)
+            task = tasks.create_task(logged(coroutine, name), name=name)
             task.add_done_callback(lambda _: coroutine.close())  # one cancelled before it began was never awaited
             return task
 
@@ -237,14 +235,6 @@ class PagedEngine:
                 leg.notice(notice)
         if events:
             site.emit(events)
-
-
-async def _logged(coroutine: Coroutine[object, object, None], name: str) -> None:
-    """Run a task of one handoff: a fault of ours in it costs that handoff, not the engine."""
-    try:
-        await coroutine
-    except Exception:
-        _log.exception("the task %s failed", name)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
@@ -17,6 +16,7 @@ from schemas.message import Message
 from schemas.model_card import ModelCard
 from schemas.peer import Landed, MeetRequest, Stranded, Verdict
 from services.engines.adapter.tick import TickEmitter
+from services.engines.logged import logged
 from services.engines.paged.limits import Limits
 from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
 from services.engines.sglang import own_metrics
@@ -29,8 +29,6 @@ from services.engines.sglang.site import Site
 from services.engines.sglang.thread import EngineThread
 from services.engines.sglang.words import EngineSpec, Gauges, LaunchOptions, Output
 from services.pass_times import PassTimes
-
-_log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 60.0
 
@@ -217,7 +215,7 @@ class SglangEngine:
         tasks: asyncio.TaskGroup,
     ) -> Site:
         def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            return tasks.create_task(_logged(coroutine, name), name=name)
+            return tasks.create_task(logged(coroutine, name), name=name)
 
         return Site(
             worker=worker,
@@ -278,14 +276,6 @@ def _limits(spec: EngineSpec, card: ModelCard) -> Limits:
 
 async def _own_metrics() -> bytes:
     return await asyncio.to_thread(own_metrics.text)
-
-
-async def _logged(coroutine: Coroutine[object, object, None], name: str) -> None:
-    """Run a task of one handoff: a fault of ours in it costs that handoff, not the engine."""
-    try:
-        await coroutine
-    except Exception:
-        _log.exception("the task %s failed", name)
 
 
 async def _forget_what_is_over(site: Site) -> None:

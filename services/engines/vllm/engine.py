@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Coroutine
 
@@ -15,6 +14,7 @@ from schemas.message import Message
 from schemas.model_card import ModelCard
 from schemas.peer import ConfirmRequest, LeaseRequest, Verdict
 from services.engines.adapter.tick import TickEmitter
+from services.engines.logged import logged
 from services.engines.paged.limits import Limits
 from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
 from services.engines.vllm import own_metrics
@@ -25,8 +25,6 @@ from services.engines.vllm.sampling import check_request
 from services.engines.vllm.site import Site
 from services.engines.vllm.words import CoreGauges, CoreSpec, LaunchOptions, StepReport
 from services.pass_times import PassTimes
-
-_log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 60.0
 
@@ -183,7 +181,7 @@ class VllmEngine:
         tasks: asyncio.TaskGroup,
     ) -> Site:
         def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            return tasks.create_task(_logged(coroutine, name), name=name)
+            return tasks.create_task(logged(coroutine, name), name=name)
 
         return Site(
             worker=worker,
@@ -238,14 +236,6 @@ def _limits(spec: CoreSpec, card: ModelCard) -> Limits:
 
 async def _own_metrics() -> bytes:
     return await asyncio.to_thread(own_metrics.text)
-
-
-async def _logged(coroutine: Coroutine[object, object, None], name: str) -> None:
-    """Run a task of one handoff: a fault of ours in it costs that handoff, not the engine."""
-    try:
-        await coroutine
-    except Exception:
-        _log.exception("the task %s failed", name)
 
 
 async def _forget_what_is_over(site: Site) -> None:
