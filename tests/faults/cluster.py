@@ -83,7 +83,7 @@ class Cluster:
         return ",".join(f"nats://{login}@127.0.0.1:{node.port}" for node in self.nodes.values())
 
     async def until_writable(self) -> None:
-        """Return once JetStream has a leader that takes orders, of a bucket of three replicas."""
+        """Return once JetStream has a leader that takes orders, and a bucket of three replicas one of its own."""
         last: Exception | None = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -102,13 +102,15 @@ class Cluster:
             await bucket.put("writable", b"")
 
     async def leader_of(self, bus: Bus, stream: str) -> Node:
-        """Return the node that leads a stream."""
+        """Return the node that leads a stream, once the others have all of it: only then may it go."""
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
                 with contextlib.suppress(Error):
-                    info = await bus.jetstream().stream_info(stream)
-                    if info.cluster is not None and info.cluster.leader:
-                        return self.nodes[info.cluster.leader]
+                    cluster = (await bus.jetstream().stream_info(stream)).cluster
+                    replicas = (cluster and cluster.replicas) or []
+                    num_current = sum(bool(replica.current and not replica.offline) for replica in replicas)
+                    if cluster and cluster.leader and num_current == self.replicas - 1:
+                        return self.nodes[cluster.leader]
                 await asyncio.sleep(0.1)
 
 
