@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error
 from nats.js import JetStreamContext
 from nats.js.api import DeliverPolicy
+from nats.js.errors import NotFoundError
 
 from bus.connection import Bus
 from bus.lease_store import LeaseStore, parse_record
@@ -27,6 +28,7 @@ RETRY_AFTER_S = 0.25
 SNAPSHOT_TIMEOUT_S = 3.0
 # The server forgets a watcher that went without a word after this long.
 CONSUMER_INACTIVE_S = 10.0
+MAX_LEFT_BEHIND = 16
 
 
 class RecordSink(Protocol):
@@ -42,7 +44,8 @@ class RecordSink(Protocol):
 
 
 class RecordWatch:
-    """One ordered consumer over the bucket, from a snapshot on. Deaf once stopped."""
+    """One ordered consumer over the bucket, from a snapshot on; deaf once stopped. `consumer` is its name at the server
+    as soon as that is known."""
 
     def __init__(self, jetstream: JetStreamContext, store: LeaseStore, sink: RecordSink) -> None:
         self._js = jetstream
@@ -52,6 +55,7 @@ class RecordWatch:
         self._is_complete = asyncio.Event()
         self._is_stopped = False
         self._subscription: JetStreamContext.PushSubscription | None = None
+        self.consumer = ""
 
     async def start(self) -> None:
         """Subscribe and return with the snapshot complete; raises BusUnavailableError."""
@@ -67,6 +71,7 @@ class RecordWatch:
                     inactive_threshold=CONSUMER_INACTIVE_S,
                 )
                 consumer = await self._subscription.consumer_info()
+                self.consumer = consumer.name
                 if consumer.num_pending == 0 and consumer.delivered.stream_seq == 0:
                     self._complete()
                 await self._is_complete.wait()
@@ -122,6 +127,7 @@ class RecordWatch:
 async def keep_watching(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event) -> None:
     """Watch until cancelled, whatever happens to the server; sets `has_snapshot` after each snapshot."""
     has_reconnected = asyncio.Event()
+    left_behind: list[str] = []
 
     async def reconnected() -> None:
         has_reconnected.set()
@@ -132,7 +138,7 @@ async def keep_watching(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event)
             raise_if_cancelled()
             has_reconnected.clear()
             try:
-                await _watch_once(bus, sink, has_snapshot, has_reconnected)
+                await _watch_once(bus, sink, has_snapshot, has_reconnected, left_behind)
             except BusUnavailableError as error:
                 logger.warning("watching anew: %s", error.message)  # several a second: floods of warnings are capped
                 await asyncio.sleep(RETRY_AFTER_S)
@@ -140,7 +146,13 @@ async def keep_watching(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event)
         forget()
 
 
-async def _watch_once(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event, has_reconnected: asyncio.Event) -> None:
+async def _watch_once(
+    bus: Bus,
+    sink: RecordSink,
+    has_snapshot: asyncio.Event,
+    has_reconnected: asyncio.Event,
+    left_behind: list[str],
+) -> None:
     await bus.link.is_up.wait()
     jetstream = bus.jetstream()
     store = LeaseStore(jetstream, bus.subjects.runtime_bucket, replicas=bus.replicas)
@@ -148,6 +160,7 @@ async def _watch_once(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event, h
     try:
         await watch.start()
         has_snapshot.set()
+        await _delete_consumers(jetstream, store.stream, left_behind)
         while not has_reconnected.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_EVERY_S):
@@ -157,3 +170,19 @@ async def _watch_once(bus: Bus, sink: RecordSink, has_snapshot: asyncio.Event, h
             raise_if_cancelled()
     finally:
         await watch.stop()
+        if watch.consumer:
+            left_behind.append(watch.consumer)
+            del left_behind[:-MAX_LEFT_BEHIND]
+
+
+async def _delete_consumers(jetstream: JetStreamContext, stream: str, names: list[str]) -> None:
+    """Take back what earlier watches left at the server, which in a cluster that has lost a leader may keep them for
+    good (seen with nats-server 2.15). What can't be deleted now stays in `names`."""
+    while names:
+        try:
+            await jetstream.delete_consumer(stream, names[0])
+        except NotFoundError:
+            pass
+        except Error:
+            return
+        names.pop(0)

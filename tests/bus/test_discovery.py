@@ -345,3 +345,19 @@ async def test_a_record_is_renewed_beyond_its_time_to_live(bus_factory: BusFacto
         await wait_until(lambda: time.monotonic() - since > RECORD_TTL_S + 2, RECORD_TTL_S + 5)
         assert changes == [("joined", 1)]
         assert isinstance(fleet.all_records["m.prefill.w1"], RuntimeConfig)
+
+
+async def test_a_watch_begun_anew_takes_its_old_consumer_back_from_the_server(bus_factory: BusFactory) -> None:
+    """The server would keep it for ten seconds; a cluster that has lost a leader keeps some for good."""
+    async with bus_factory() as probe, bus_factory() as bus, watch(bus):
+        stream = f"KV_{bus.subjects.runtime_bucket}"
+
+        async def consumers() -> set[str]:
+            infos = await probe.jetstream().consumers_info(stream)
+            return {info.name for info in infos if (info.config.deliver_subject or "").startswith(bus.inbox)}
+
+        (old,) = await consumers()
+        await bus._nats._process_op_err(ConnectionResetError("as if a proxy hung up"))
+        async with asyncio.timeout(5.0):
+            while old in (found := await consumers()) or len(found) != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
