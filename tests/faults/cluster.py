@@ -117,7 +117,8 @@ class Cluster:
 @contextlib.asynccontextmanager
 async def run_cluster() -> AsyncIterator[Cluster]:
     """Run three nodes for the length of the block."""
-    passwords = {f"NATS_{user}_PASSWORD": secrets.token_urlsafe(12) for user in ("SERVICE", "ADMIN", "CLIENT")}
+    # A letter first: the server reads a variable as a value of its configuration, where 5M and 1_2 are numbers.
+    passwords = {f"NATS_{user}_PASSWORD": f"p{secrets.token_hex(12)}" for user in ("SERVICE", "ADMIN", "CLIENT")}
     route_ports, client_ports = _free_ports(NUM_NODES), _free_ports(NUM_NODES)
     with tempfile.TemporaryDirectory(prefix="busway-cluster-") as folder:
         nodes = []
