@@ -180,9 +180,8 @@ async def _delete_consumers(jetstream: JetStreamContext, stream: str, names: lis
     good (seen with nats-server 2.15). What can't be deleted now stays in `names`."""
     while names:
         try:
-            await jetstream.delete_consumer(stream, names[0])
-        except NotFoundError:
-            pass
+            with contextlib.suppress(NotFoundError):
+                await jetstream.delete_consumer(stream, names[0])
         except Error:
             return
         names.pop(0)
