@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from deploy.errors import UsageError
-from deploy.models.cache import models_root
 from deploy.settings import Settings, environment_of
+from services.cache_folder import cache_folder
 from services.config import WorkerConfig
 from services.engines import sglang, vllm
 
@@ -55,7 +55,7 @@ def engine_python(config: WorkerConfig) -> Path | None:
     engine = EXTERNAL.get(config.engine)
     if engine is None or any(map(_is_installed, engine.packages)):
         return None
-    venvs = (models_root().parent / "engines" / f"{config.engine}-{number}" for number in engine.versions)
+    venvs = (cache_folder() / "engines" / f"{config.engine}-{number}" for number in engine.versions)
     return next((python for venv in venvs if (python := venv / "bin" / "python").exists()), None)
 
 

@@ -1,7 +1,6 @@
 """The cache folder: a model is there whole or not at all, however many processes fetch it at once."""
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+
+from services.cache_folder import cache_folder
 
 PROVENANCE_FILE = "busway.json"
 
@@ -24,8 +25,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 def models_root() -> Path:
     """Return where models are cached: `models` under $BUSWAY_CACHE, or under ~/.cache/busway."""
-    root = os.environ.get("BUSWAY_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "busway") / "models"
+    return cache_folder() / "models"
 
 
 def is_current(folder: Path, provenance: Provenance) -> bool:

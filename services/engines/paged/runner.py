@@ -59,6 +59,11 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     block_table: list[int]
     sample: SampleSpec | None
 
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.token_ids)
+
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int

@@ -17,10 +17,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `num_blocks` wins over `kv_memory_gib` (the pool's size; chosen: 1 on CPU), which wins over `memory_fraction`
     (of the GPU memory left after loading the weights). `threads` are torch's, in this process.
+
+    `kernels`: fused ones, compiled at first use, on CPUs. auto: where there is a C++ compiler; on: or refuse to start.
     """
 
     dtype: DtypeName = "auto"
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    kernels: Literal["auto", "on", "off"] = "auto"
     threads: Count = 0
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     num_blocks: Count = 0

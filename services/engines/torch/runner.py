@@ -10,13 +10,17 @@ from schemas.ids import AttemptId
 from schemas.request import Sampling
 from services.engines.model_files import load_card
 from services.engines.paged.runner import AllocateHost, Draw, RunnerSpec, SampleSpec, Slice
-from services.engines.torch.architecture import Architecture, read_architecture
+from services.engines.torch.architecture import Architecture, Rope, read_architecture
 from services.engines.torch.args import EngineArgs, parse_engine_args
+from services.engines.torch.fused import FusedOperators
+from services.engines.torch.kernels import KernelsMissing
 from services.engines.torch.linear import can_pack
 from services.engines.torch.model import Model
+from services.engines.torch.operators import Operators, TorchOperators
 from services.engines.torch.plan import plan_step
 from services.engines.torch.pool import KvPool
 from services.engines.torch.sampler import sample
+from services.engines.torch.step import StepSlices
 from services.engines.torch.weights import Weights
 from services.kv.layout import KvLayout, KvRegion
 
@@ -55,7 +59,8 @@ class TorchRunner:
         card = load_card(self._folder, self._model_name)
         architecture, rope = read_architecture(self._folder)
         dtype = _dtype(self._args.dtype, architecture.dtype, self._device)
-        self._model = Model(architecture, rope, Weights(self._folder, self._device, getattr(torch, dtype)))
+        operators = _operators(self._args.kernels, architecture, rope, getattr(torch, dtype), self._device)
+        self._model = Model(architecture, Weights(self._folder, self._device, getattr(torch, dtype)), operators)
         layout = _layout(architecture, dtype, self._args.block_size)
         num_blocks = _num_blocks(self._args, layout, self._device)
         self._pool = KvPool(layout, num_blocks, self._device, allocate)
@@ -81,15 +86,10 @@ class TorchRunner:
         """Run one step; see ModelRunner."""
         model, pool = self._loaded()
         with torch.inference_mode():
-            plan = plan_step(
-                slices,
-                layout=pool.layout,
-                num_blocks=pool.num_blocks,
-                num_heads=model.architecture.num_heads,
-                windows=set(model.architecture.windows),
-                device=self._device,
-            )
-            wanted = [(place, spec) for place in plan.order if (spec := slices[place].sample) is not None]
+            arch = model.architecture
+            step = StepSlices(slices, pool.layout, pool.num_blocks, arch.num_heads, self._device)
+            plan = plan_step(step, set(arch.windows), model.operators.read_decodes)
+            wanted = [(place, spec) for place in step.order if (spec := slices[place].sample) is not None]
             sampled = sample(model.forward(plan, pool), [spec for _, spec in wanted])
         results: list[Draw | None] = [None] * len(slices)
         for (place, _), token in zip(wanted, sampled, strict=True):
@@ -132,6 +132,22 @@ def _dtype(wanted: str, checkpoint: str, device: torch.device) -> str:
     if device.type == "cpu" and not can_pack(getattr(torch, checkpoint)):
         return "float32"
     return checkpoint
+
+
+def _operators(
+    kernels: str, architecture: Architecture, rope: Rope, dtype: torch.dtype, device: torch.device
+) -> Operators:
+    """Return the fused operators where they are wanted and can be had."""
+    if device.type == "cpu" and kernels != "off":
+        try:
+            return FusedOperators(architecture, rope, dtype)
+        except KernelsMissing as reason:
+            if kernels == "on":
+                raise RequestError(f"fused kernels: {reason}", param="kernels") from reason
+            log.info("no fused kernels: %s", reason)
+    elif kernels == "on":
+        raise RequestError(f"fused kernels are for CPUs, the device is {device}", param="kernels")
+    return TorchOperators(architecture, rope, dtype, device)
 
 
 def _layout(architecture: Architecture, dtype: str, block_size: int) -> KvLayout:

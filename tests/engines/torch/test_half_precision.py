@@ -32,7 +32,9 @@ def reference_logits(folder: Path, dtype: torch.dtype, prefixes: list[list[int]]
         return torch.stack([model(torch.tensor([ids])).logits[0, -1].float() for ids in prefixes])
 
 
-def engine_logits(folder: Path, dtype: str, prefixes: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def engine_logits(
+    folder: Path, kernels: str, prefixes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     forward = Model.forward
 
@@ -41,7 +43,8 @@ def engine_logits(folder: Path, dtype: str, prefixes: list[list[int]], monkeypat
         return seen[-1]
 
     monkeypatch.setattr(Model, "forward", noting)
-    driver = Driver(TorchRunner(folder, "smollm2", {"dtype": dtype, "device": "cpu", "num_blocks": "64"}))
+    args = {"dtype": "bfloat16", "device": "cpu", "num_blocks": "64", "kernels": kernels}
+    driver = Driver(TorchRunner(folder, "smollm2", args))
     rows = []
     for ids in prefixes:
         seen.clear()
@@ -61,5 +64,6 @@ def test_bfloat16_is_as_near_to_the_model_as_transformers_is(
 ) -> None:
     exact = reference_logits(smollm2, torch.float32, prefixes)
     theirs = divergence(reference_logits(smollm2, torch.bfloat16, prefixes), exact)
-    ours = divergence(engine_logits(smollm2, "bfloat16", prefixes, monkeypatch), exact)
-    assert 0 < ours < 1.25 * theirs
+    for kernels in ("auto", "off"):
+        ours = divergence(engine_logits(smollm2, kernels, prefixes, monkeypatch), exact)
+        assert 0 < ours < 1.25 * theirs

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from schemas.request import Sampling
-from services.engines.torch import plan
+from services.engines.torch import reads
 from services.engines.torch.runner import TorchRunner
 from tests.engines.torch.driver import Driver
 from tests.engines.torch.tiny import VOCAB_SIZE, greedy_reference
@@ -23,9 +23,10 @@ def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
     return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def test_greedy_equals_transformers_for_odd_chunks_and_staggered_arrivals(tiny: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_greedy_equals_transformers_for_odd_chunks_and_staggered_arrivals(tiny: tuple[Path, Any], kernels: str) -> None:
     folder, model = tiny
-    driver = Driver(TorchRunner(folder, "tiny", ARGS))
+    driver = Driver(TorchRunner(folder, "tiny", ARGS | {"kernels": kernels}))
     waiting = prompts(1, [1, 3, 4, 5, 23, 37, 70])
     chunks = [[1], [2], [4], [3, 1], [7, 1, 5], [16, 3], [13, 29, 2]]
     expected = [greedy_reference(model, prompt, 14) for prompt in waiting]
@@ -37,14 +38,14 @@ def test_greedy_equals_transformers_for_odd_chunks_and_staggered_arrivals(tiny: 
     assert driver.finish(running) == expected
 
 
-@pytest.mark.parametrize("max_bytes", [1, 9 * 4 * 48 * 4])
+@pytest.mark.parametrize("max_bytes", [1, 9 * 4 * 192 * 4])
 def test_sequences_read_in_groups_that_fit_a_cache_give_the_same(
     tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, max_bytes: int
 ) -> None:
     """One sequence a group, and a few."""
-    monkeypatch.setitem(plan.MAX_GATHERED_BYTES, "cpu", max_bytes)
+    monkeypatch.setitem(reads.MAX_GATHERED_BYTES, "cpu", max_bytes)
     folder, model = tiny
-    driver = Driver(TorchRunner(folder, "tiny", ARGS))
+    driver = Driver(TorchRunner(folder, "tiny", ARGS | {"kernels": "off"}))
     asked = prompts(3, [5, 6, 9, 14, 15, 16, 17])
     running = [driver.start(prompt, 9) for prompt in asked]
     assert driver.finish(running) == [greedy_reference(model, prompt, 9) for prompt in asked]
@@ -120,9 +121,10 @@ def _memory(address: int, num_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
-def test_half_precision_runs_and_keeps_its_pool_in_it(tiny_llama: Path) -> None:
-    driver = Driver(TorchRunner(tiny_llama, "tiny", ARGS | {"dtype": "bfloat16"}))
-    assert driver.spec.layout.dtype == "bfloat16"
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_keeps_its_pool_in_it(tiny_llama: Path, dtype: str) -> None:
+    driver = Driver(TorchRunner(tiny_llama, "tiny", ARGS | {"dtype": dtype}))
+    assert driver.spec.layout.dtype == dtype
     assert driver.spec.layout.itemsize_bytes == 2
     (prompt,) = prompts(6, [17])
     first, second = driver.finish([driver.start(prompt, 12, [5]), driver.start(prompt, 12, [5])])

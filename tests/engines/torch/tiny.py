@@ -19,8 +19,8 @@ from transformers import (
 VOCAB_SIZE = 307
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 80,
+    "hidden_size": 192,
+    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
@@ -47,14 +47,15 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama-llama3-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
     "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN_ROPE}),
     "llama-linear-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR_ROPE}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11, "head_dim": 16}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11, "head_dim": 64}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen2-mixed-windows": (
         Qwen2Config,
         Qwen2ForCausalLM,
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 20}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3-odd-heads": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 20}),  # which the fused kernels aren't made for
 }
 
 
