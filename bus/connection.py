@@ -36,6 +36,7 @@ M = TypeVar("M")
 MIB = 1024 * 1024
 CONNECT_TIMEOUT_S = 5.0
 SETTLE_TIMEOUT_S = 1.0
+ECHO_TIMEOUT_S = 0.5
 LEAVE_TIMEOUT_S = 3.0
 RECONNECT_WAIT_S = 0.1
 # What publish may buffer while disconnected, and before it waits for the socket.
@@ -177,7 +178,8 @@ class Bus:
         """Send a request and return its answer (one of `answer`, which may be a union; or bytes).
 
         Waits for a lost connection within the same `timeout_s`. An ErrorRecord is raised as what it stands for, also
-        when the union names it. Raises NoRespondersError, AckTimeoutError, PayloadTooLargeError, BusUnavailableError.
+        when the union names it. Raises NoRespondersError, AckTimeoutError, PayloadTooLargeError, BusUnavailableError:
+        also, up to half a second later, when NATS is as silent as the one who was asked.
         A timed-out request may still be delivered: the receiver must know its deadline and dedupe.
         """
         payload = message if isinstance(message, bytes) else encode(message)
@@ -190,6 +192,8 @@ class Bus:
         except TimeoutError:
             if not self.is_connected:
                 raise BusUnavailableError(f"no connection to NATS within {timeout_s} s") from None
+            if not await self._is_echoed(min(timeout_s / 2, ECHO_TIMEOUT_S)):  # the one who was asked may be well
+                raise BusUnavailableError(f"NATS itself is silent: no answer within {timeout_s} s") from None
             raise AckTimeoutError(f"no answer from {subject} within {timeout_s} s") from None
         return self._asks.read(subject, msg, answer)
 
@@ -277,10 +281,16 @@ class Bus:
         read loop when the PONG comes.
         """
         if self.is_connected:
-            with contextlib.suppress(BusError, TimeoutError), self._asks.expect() as (reply, future):
-                async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                    await self.publish(self._settle_subject or reply, b"", reply=reply)
-                    await future
+            await self._is_echoed(SETTLE_TIMEOUT_S)
+
+    async def _is_echoed(self, within_s: float) -> bool:
+        """Return whether the server sends back what we send."""
+        with contextlib.suppress(BusError, TimeoutError), self._asks.expect() as (reply, future):
+            async with asyncio.timeout(within_s):
+                await self.publish(self._settle_subject or reply, b"", reply=reply)
+                await future
+                return True
+        return False
 
     async def _start(self) -> None:
         self.link.came_back = self._came_back

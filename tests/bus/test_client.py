@@ -1,9 +1,12 @@
 """The client library against a router and a worker made of bare bus calls: every way a request can end."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from bus.client import Client
 from bus.connection import Bus
 from bus.patience import Patience
+from bus.server import NatsServer
 from bus.serving import Call
 from bus.subjects import is_under_inbox
 from schemas.errors import (
@@ -437,6 +441,37 @@ async def test_a_holder_that_has_nothing_new_is_waited_for_and_asked_less_and_le
             release.set()
         assert caller.result() == [0, 1, 2]
         assert len(backend.requests) == 1
+
+
+async def test_a_server_that_stands_still_costs_a_stream_nothing(bus_factory: BusFactory) -> None:
+    goes_on = asyncio.Event()
+
+    async def script(backend: Backend, request: GenerateRequest, call: Call) -> None:
+        await begin(backend, request, call)
+        await backend.send(request, tokens(request, 0))
+        await goes_on.wait()
+        await backend.send(request, tokens(request, 1), tokens(request, 2), finished(request, 3))
+
+    lost: list[str] = []
+    patience = Patience(silence_s=0.1, answer_s=0.2)
+    async with (
+        NatsServer() as server,
+        scene(partial(bus_factory, url=server.internal_url), script, patience=patience, on_resubmit=lost.append) as (
+            client,
+            backend,
+        ),
+        aclosing(generate(client)) as batches,
+    ):
+        heard: list[Frame] = []
+        async for batch in batches:
+            heard += batch
+            if batch[-1] == tokens(backend.requests[0], 0):
+                os.kill(server.pid, signal.SIGSTOP)
+                await asyncio.sleep(2)
+                os.kill(server.pid, signal.SIGCONT)
+                goes_on.set()
+    assert [frame.seq for frame in heard if isinstance(frame, Tokens | Finished)] == [0, 1, 2, 3]
+    assert (lost, len(backend.requests)) == ([], 1)
 
 
 async def test_silence_before_decode_asks_the_router_who_has_it(bus_factory: BusFactory) -> None:

@@ -1,6 +1,8 @@
 """Publishing, asking, serving, listening, and leaving in the right order."""
 
 import asyncio
+import os
+import signal
 
 import nats
 import pytest
@@ -9,6 +11,7 @@ from bus.connection import Bus
 from bus.server import NatsServer
 from bus.serving import Call
 from schemas.errors import (
+    AckTimeoutError,
     BusError,
     BusUnavailableError,
     CapacityError,
@@ -137,6 +140,22 @@ async def test_nobody_listening_is_known_at_once(bus_factory: BusFactory) -> Non
         with pytest.raises(NoRespondersError):
             await bus.ask("t.nobody", Drain(), Ok, timeout_s=5.0)
         assert asyncio.get_running_loop().time() - started < 0.5
+
+
+async def test_whoever_is_silent_isnt_blamed_for_a_server_that_stands_still(bus_factory: BusFactory) -> None:
+    async def silent(message: Abort, call: Call) -> None:
+        pass
+
+    async with NatsServer() as server, bus_factory(url=server.internal_url) as bus:
+        await bus.serve("x.silent", Abort, silent)
+        with pytest.raises(AckTimeoutError):
+            await bus.ask("x.silent", ABORT, Ok, timeout_s=0.1)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(BusUnavailableError, match="NATS itself"):
+                await bus.ask("x.silent", ABORT, Ok, timeout_s=0.1)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
 
 
 async def test_a_queue_group_shares_its_calls_and_a_stopped_member_gets_none(bus_factory: BusFactory) -> None:
