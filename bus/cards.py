@@ -6,15 +6,17 @@ object store replaces chunks under readers when two workers publish at once.)
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import random
 import zlib
 
 import msgspec
 from nats.errors import Error
 from nats.js import JetStreamContext
 from nats.js.api import StorageType
-from nats.js.errors import APIError, KeyNotFoundError
+from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
 from bus.connection import Bus
@@ -28,6 +30,7 @@ from schemas.model_card import ModelCard
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 512 * 1024
+CHECK_EVERY_S = 15.0
 _STREAM_EXISTS_CODE = 10058
 
 
@@ -54,6 +57,17 @@ async def publish_card(bus: Bus, card: ModelCard) -> None:
     bus.on_reconnect(publish)
 
 
+async def keep_card(bus: Bus, card: ModelCard, *, check_every_s: float = CHECK_EVERY_S) -> None:
+    """Publish a card again whenever the server no longer has it, until cancelled: a store may be lost, or a bucket
+    deleted, under connections that stay, and a gateway that starts afterwards would wait for the card in vain."""
+    while True:
+        await asyncio.sleep(check_every_s * random.uniform(0.5, 1.5))
+        if bus.is_connected:
+            with contextlib.suppress(BusUnavailableError):  # not now: the next look is soon
+                await _put(bus, card)
+        raise_if_cancelled()
+
+
 async def fetch_card(bus: Bus, digest: str) -> ModelCard:
     """Return the card of a model digest. Its `model` is the first publisher's served name: two names of one model
     share a card. Raises CardNotFoundError, BusUnavailableError."""
@@ -69,13 +83,14 @@ async def fetch_card(bus: Bus, digest: str) -> ModelCard:
 
 
 async def _put(bus: Bus, card: ModelCard) -> None:
-    packed = await asyncio.to_thread(_pack, card)
-    content = hashlib.sha256(packed).hexdigest()[:32]
     key = slug(card.digest)
+    jetstream = bus.jetstream(timeout_s=5.0)
     try:
-        bucket = await _ensure_bucket(bus.jetstream(timeout_s=5.0), bus.subjects.cards_bucket, bus.replicas)
-        if await _is_there(bucket, key):
+        if await _is_there(jetstream, bus.subjects.cards_bucket, key):
             return
+        packed = await asyncio.to_thread(_pack, card)
+        content = hashlib.sha256(packed).hexdigest()[:32]
+        bucket = await _ensure_bucket(jetstream, bus.subjects.cards_bucket, bus.replicas)
         pieces = [packed[start : start + CHUNK_BYTES] for start in range(0, len(packed), CHUNK_BYTES)]
         for number, piece in enumerate(pieces):
             await bucket.put(f"{key}.{content}.{number}", piece)
@@ -93,10 +108,10 @@ async def _ensure_bucket(jetstream: JetStreamContext, bucket: str, replicas: int
         return await jetstream.key_value(bucket)
 
 
-async def _is_there(bucket: KeyValue, key: str) -> bool:
+async def _is_there(jetstream: JetStreamContext, bucket: str, key: str) -> bool:
     try:
-        await bucket.get(key)
-    except KeyNotFoundError:
+        await (await jetstream.key_value(bucket)).get(key)
+    except (BucketNotFoundError, KeyNotFoundError):
         return False
     return True
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from bus.cards import publish_card
+from bus.cards import keep_card, publish_card
 from bus.connection import Bus
 from bus.discovery import Fleet, Registration, register, watch
 from bus.patiently import START_PATIENCE_S
@@ -123,6 +123,7 @@ class _Worker:
         listeners = ListenerWatch(self._bus, desk.ledger, desk.listener_left)
         for job in (self._outlet, kv, loads, desk.deadlines, desk.stall, listeners):
             scope.spawn(job.run(), type(job).__name__)
+        scope.spawn(keep_card(self._bus, profile.card), "model card")
         scope.spawn(QuarantineWatch(self._engine.load, self._worn).run(), "quarantine watch")
         await self._subscribe(desk, loads, profile)
         tenure = Tenure(self._bus, desk, self._outlet, me)

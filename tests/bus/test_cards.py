@@ -7,7 +7,7 @@ import string
 import nats
 import pytest
 
-from bus.cards import CardNotFoundError, fetch_card, publish_card
+from bus.cards import CardNotFoundError, fetch_card, keep_card, publish_card
 from bus.connection import Bus
 from bus.server import NatsServer
 from schemas.errors import BusUnavailableError
@@ -74,3 +74,20 @@ async def test_a_card_is_published_again_when_the_server_has_lost_it() -> None:
                     break
                 except CardNotFoundError:
                     await asyncio.sleep(0.02)
+
+
+async def test_a_card_comes_back_to_a_server_that_lost_it_under_a_connection_that_stays(
+    bus_factory: BusFactory,
+) -> None:
+    async with bus_factory(namespace="lost") as worker, bus_factory(namespace="lost") as gateway:
+        await publish_card(worker, a_card())
+        keeping = worker.spawn(keep_card(worker, a_card(), check_every_s=0.05), "keep")
+        await gateway.jetstream().delete_key_value("lost_cards")
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    assert await fetch_card(gateway, "d1") == a_card()
+                    break
+                except CardNotFoundError:
+                    await asyncio.sleep(0.02)
+        keeping.cancel()
