@@ -48,6 +48,11 @@ class Fleet:
         """All records by bucket key, also of services that aren't live."""
         return self._state.records
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether what the fleet says reaches us: NATS sends back what we send. While it doesn't nobody is judged."""
+        return self._bus.is_connected and self._is_line_good
+
     def heartbeat(self, worker_id: WorkerId) -> Heartbeat | None:
         """Return the last heartbeat heard of a worker."""
         return self._state.heartbeat_of(Ident("worker", worker_id))

@@ -84,16 +84,18 @@ class Routes:
         return _json({"status": "live"})
 
     async def ready(self, _request: web.Request) -> web.Response:
-        """Say whether every model of the fleet can be asked, and what each has and lacks.
+        """Say whether every model of the fleet can be asked, and what each has and lacks, as far as was heard.
 
         One whose workers are all draining is on its way out and keeps nobody waiting.
         """
         missing = {name: self._models.missing(name) for name in sorted(self._models.paths)}
         lacks_some = any(lack and not self._models.paths[name].is_leaving for name, lack in missing.items())
-        is_ready = bool(self._models.listed()) and not lacks_some and not self._answering.is_draining
+        is_bus_up, is_draining = self._models.is_bus_up, self._answering.is_draining
+        is_ready = bool(self._models.listed()) and is_bus_up and not lacks_some and not is_draining
         paths = [_path_state(self._models.paths[name], lack) for name, lack in missing.items()]
-        state = "draining" if self._answering.is_draining else "ready" if is_ready else "not ready"
-        return _json({"status": state, "models": paths}, status=200 if is_ready else 503)
+        state = "draining" if is_draining else "ready" if is_ready else "not ready"
+        document = {"status": state, "nats": "ok" if is_bus_up else "no answer", "models": paths}
+        return _json(document, status=200 if is_ready else 503)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": _PROMETHEUS})

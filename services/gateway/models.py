@@ -90,6 +90,11 @@ class ModelDirectory:
         for callback in self._callbacks:
             callback()
 
+    @property
+    def is_bus_up(self) -> bool:
+        """Whether requests can be sent at all: without NATS `paths` stay as they were."""
+        return self._fleet.is_heard
+
     def missing(self, name: str) -> str:
         """Say what keeps a model of `paths` from being asked, "" when nothing does."""
         path = self.paths[name]

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from typing import Any
 
 import msgspec
@@ -54,6 +56,23 @@ async def test_ready_says_what_is_missing_and_chat_says_503(nats_server: NatsSer
             assert (await rig.chat())[0] == 200
         await wait_ready(rig, prefill=0)
         assert (await rig.chat())[0] == 503
+
+
+async def test_ready_ends_with_the_bus_and_comes_back_with_it() -> None:
+    async with NatsServer() as server, open_rig(server, "outage") as rig:
+        await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 200)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            _, text = await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 503)
+            assert (json.loads(text)["nats"], json.loads(text)["models"][0]["missing"]) == ("no answer", "")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 200)
+        server.kill()
+        await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 503)
+        await server.start()
+        await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 200)
+        assert (await rig.get("/live"))[0] == 200
 
 
 async def test_ready_means_every_model_but_those_on_their_way_out(nats_server: NatsServer) -> None:
