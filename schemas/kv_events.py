@@ -49,8 +49,8 @@ class KvEvents(Message, frozen=True, kw_only=True, tag="kv_events.v1"):
 class KvSnapshotRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="kv_snapshot_request.v1"):
     """Ask a worker, on `peer.{worker_id}.kv_snapshot`, for the blocks whose name modulo `num_parts` is `part`."""
 
-    part: Annotated[int, Meta(ge=0)] = 0
-    num_parts: Annotated[int, Meta(ge=1)] = 1
+    part: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    num_parts: Annotated[int, Meta(ge=1, lt=2**31)] = 1
 
 
 class KvSnapshot(Message, frozen=True, kw_only=True, omit_defaults=True, tag="kv_snapshot.v1"):

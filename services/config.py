@@ -11,7 +11,11 @@ RoleName = Literal["prefill", "decode", "both"]
 EngineName = Literal["torch", "sim", "vllm", "sglang", "trtllm"]
 HandoffMode = Literal["pull", "rendezvous"]
 TransferName = Literal["nixl", "shm"]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0.0)]
+PositiveSeconds = Annotated[float, Meta(gt=0.0)]
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,14 +31,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`otlp_endpoint`: where an OpenTelemetry collector takes spans (http://host:4318/v1/traces; "": none are sent)."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Port = 8000
     id: str = ""
-    max_body_bytes: int = 8 * 1024 * 1024
-    max_choices: int = 16
-    default_max_tokens: int = 0
-    request_timeout_s: float = 600.0
-    keepalive_s: float = 10.0
-    drain_s: float = 30.0
+    max_body_bytes: Positive = 8 * 1024 * 1024
+    max_choices: Positive = 16
+    default_max_tokens: NotNegative = 0
+    request_timeout_s: PositiveSeconds = 600.0
+    keepalive_s: Seconds = 10.0
+    drain_s: Seconds = 30.0
     otlp_endpoint: str = ""
 
 
@@ -50,18 +54,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     id: str = ""
     policy: PolicyName = "least_loaded"
-    kv_index_blocks: int = 1 << 20
-    kv_temperature_s: float = 0.0
-    kv_routed_ttl_s: float = 120.0
+    kv_index_blocks: Positive = 1 << 20
+    kv_temperature_s: Seconds = 0.0
+    kv_routed_ttl_s: Seconds = 120.0
     kv_local_prefill: bool = False
     kv_max_local_tokens: NotNegative = 1024
     kv_max_stolen_tokens: NotNegative = 128
-    kv_max_ttft_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    kv_max_ttft_s: Seconds = 0.0
     max_priority: NotNegative = 100
     is_strict: bool = False
-    ack_timeout_s: float = 1.0
-    max_dispatch_tries: int = 3
-    drain_s: float = 30.0
+    ack_timeout_s: PositiveSeconds = 1.0
+    max_dispatch_tries: Positive = 3
+    drain_s: Seconds = 30.0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,10 +86,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     handoff: HandoffMode = "pull"
     transfer: TransferName = "nixl"
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
-    lease_s: float = 10.0
-    max_waiting: int = 0
+    lease_s: PositiveSeconds = 10.0
+    max_waiting: NotNegative = 0
     is_strict: bool = False
-    drain_s: float = 60.0
+    drain_s: Seconds = 60.0
     labels: dict[str, str] = {}
     engine_args: dict[str, str] = {}
     engine_words: tuple[str, ...] = ()

@@ -64,6 +64,26 @@ def test_an_unknown_variable_is_refused_and_one_of_ours_that_is_no_setting_is_no
         settings_of(environ={"BUSWAY_GATEWAY_PROT": "1"})
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("gateway", "port", 99999),  # 34463 by the time the kernel hears it
+        ("gateway", "port", -1),
+        ("gateway", "request_timeout_s", 0),
+        ("gateway", "request_timeout_s", "nan"),
+        ("gateway", "max_choices", 0),
+        ("gateway", "drain_s", -1),
+        ("router", "ack_timeout_s", 0),
+        ("router", "max_dispatch_tries", 0),
+        ("worker", "lease_s", 0),
+        ("worker", "max_waiting", -1),
+    ],
+)
+def test_a_number_with_which_nothing_would_work_is_refused_by_name(section: str, key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=rf"{section}\.{key}"):
+        settings_of(flags={section: {key: value}})
+
+
 TEXT = st.text(alphabet=st.characters(blacklist_categories=["Cs", "Cc"]), max_size=20)
 PAIRS = st.dictionaries(TEXT.filter(lambda key: key.strip() == key != "" and "=" not in key), TEXT, max_size=3)
 SETTINGS = st.builds(
