@@ -1,8 +1,6 @@
 """The client library against a router and a worker made of bare bus calls: every way a request can end."""
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -42,7 +40,7 @@ from schemas.frames import (
 from schemas.hop import Abort, AcceptedHop, Busy, Resend
 from schemas.ids import AttemptId, Epoch, WorkerId, new_request_id
 from schemas.request import Deadlines, GenerateRequest, Sampling, StopConditions
-from tests.conftest import BusFactory, wait_until
+from tests.conftest import BusFactory, frozen, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -466,9 +464,8 @@ async def test_a_server_that_stands_still_costs_a_stream_nothing(bus_factory: Bu
         async for batch in batches:
             heard += batch
             if batch[-1] == tokens(backend.requests[0], 0):
-                os.kill(server.pid, signal.SIGSTOP)
-                await asyncio.sleep(2)
-                os.kill(server.pid, signal.SIGCONT)
+                async with frozen(server.pid):
+                    await asyncio.sleep(2)
                 goes_on.set()
     assert [frame.seq for frame in heard if isinstance(frame, Tokens | Finished)] == [0, 1, 2, 3]
     assert (lost, len(backend.requests)) == ([], 1)

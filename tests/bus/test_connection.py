@@ -1,8 +1,6 @@
 """Publishing, asking, serving, listening, and leaving in the right order."""
 
 import asyncio
-import os
-import signal
 
 import nats
 import pytest
@@ -23,7 +21,7 @@ from schemas.errors import (
 from schemas.hop import Abort, AcceptedHop, Ack, Busy, Drain, Ok
 from schemas.ids import AttemptId, Epoch
 from schemas.message import Message, encode
-from tests.conftest import BusFactory, wait_until
+from tests.conftest import BusFactory, frozen, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -150,12 +148,9 @@ async def test_whoever_is_silent_isnt_blamed_for_a_server_that_stands_still(bus_
         await bus.serve("x.silent", Abort, silent)
         with pytest.raises(AckTimeoutError):
             await bus.ask("x.silent", ABORT, Ok, timeout_s=0.1)
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
+        async with frozen(server.pid):
             with pytest.raises(BusUnavailableError, match="NATS itself"):
                 await bus.ask("x.silent", ABORT, Ok, timeout_s=0.1)
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
 
 
 async def test_a_queue_group_shares_its_calls_and_a_stopped_member_gets_none(bus_factory: BusFactory) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from typing import Any
 
 import msgspec
@@ -15,7 +13,7 @@ from bus.server import NatsServer
 from schemas.message import encode
 from schemas.worker import LoadReport
 from services.config import GatewayConfig
-from tests.conftest import wait_until
+from tests.conftest import frozen, wait_until
 from tests.gateway.conftest import MODEL, Rig, open_rig, runtime_config, wait_for, wait_served
 from tests.gateway.peer import DECODE, PREFILL, Attempt
 
@@ -61,12 +59,9 @@ async def test_ready_says_what_is_missing_and_chat_says_503(nats_server: NatsSer
 async def test_ready_ends_with_the_bus_and_comes_back_with_it() -> None:
     async with NatsServer() as server, open_rig(server, "outage") as rig:
         await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 200)
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
+        async with frozen(server.pid):
             _, text = await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 503)
             assert (json.loads(text)["nats"], json.loads(text)["models"][0]["missing"]) == ("no answer", "")
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
         await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 200)
         server.kill()
         await wait_for(lambda: rig.get("/ready"), lambda answer: answer[0] == 503)
