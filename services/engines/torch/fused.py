@@ -65,7 +65,7 @@ class FusedOperators:
     def rotate_and_store(
         self, qkv: torch.Tensor, norms: QkNorms | None, angles: torch.Tensor, plan: StepPlan, pool: KvPool, layer: int
     ) -> torch.Tensor:
-        """Turn the queries in place; see Operators."""
+        """Turn the queries in place; see Operators. The tails are for a peer, who may attend by another way."""
         arch = self._arch
         keys, values = pool.token_rows[layer].chunk(2)
         self._rotate_and_store(
@@ -82,6 +82,8 @@ class FusedOperators:
             arch.num_kv_heads,
             arch.head_dim,
         )
+        if len(plan.tail_rows):
+            values.index_fill_(0, plan.tail_rows, 0.0)
         return qkv[:, : arch.num_heads * arch.head_dim]
 
     def attend(self, queries: torch.Tensor, pool: KvPool, layer: int, reads: Reads) -> torch.Tensor:
