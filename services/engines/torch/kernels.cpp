@@ -2,8 +2,8 @@
 //
 // Memory is as in pool.py: one layer's K and V are rows ((c * num_blocks + block) * num_kv_heads + head) of
 // block_size * head_dim elements. Everything is computed in float32 and rounded once, when it is stored.
-// Vectors are GCC's and Clang's own (16 lanes; the compiler splits them where the CPU has fewer), threads OpenMP's:
-// the library links no OpenMP of its own and so finds, at load, the one that torch has loaded, with its threads.
+// Vectors are GCC's and Clang's own, threads OpenMP's: the library links no OpenMP of its own and so finds, at load, the
+// one that torch has loaded, with its threads.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,11 @@
 
 namespace {
 
+#ifdef __AVX512F__
 constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;  // wider vectors would be taken apart element by element
+#endif
 constexpr int64_t TOKENS_PER_PART = 512;     // of one context; the parts of a long one are read by several threads
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t WORTH_A_THREAD = 1 << 14;  // elements
@@ -113,7 +117,7 @@ inline Floats sums(Floats* rows) {
     fold_all<1>(rows);
     fold_all<2>(rows);
     fold_all<4>(rows);
-    fold_all<8>(rows);
+    if constexpr (LANES > 8) fold_all<8>(rows);
     return rows[0];
 }
 
@@ -284,10 +288,10 @@ void join_parts(const std::vector<Part>& parts, int64_t first, int64_t last, int
     for (int64_t i = 0; i < head_dim; ++i) store(weighted[place(i, out)] / total, out + i);
 }
 
-template <class T, int N>
+template <class T, int head_dim>
 void attend(const Reader<T>& reader, const int32_t* tables, int64_t table_width, const int64_t* firsts,
             const int64_t* lasts, int64_t num_seqs, T* out) {
-    constexpr int64_t head_dim = 2 * N * LANES;
+    constexpr int N = head_dim / (2 * LANES);
     std::vector<Span> spans;
     std::vector<int64_t> first_spans;
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
@@ -418,11 +422,11 @@ void gate(const T* gate_up, int64_t num_rows, int64_t size, T* out) {
         const T* values = block_rows + num_blocks * num_kv_heads * block_size * head_dim;                             \
         const Reader<T> reader{queries, query_stride, block_rows, values, num_kv_heads, group, block_size, scale};    \
         switch (head_dim) {                                                                                           \
-            case 32: return attend<T, 1>(reader, tables, table_width, firsts, lasts, num_seqs, out);                  \
-            case 64: return attend<T, 2>(reader, tables, table_width, firsts, lasts, num_seqs, out);                  \
-            case 96: return attend<T, 3>(reader, tables, table_width, firsts, lasts, num_seqs, out);                  \
-            case 128: return attend<T, 4>(reader, tables, table_width, firsts, lasts, num_seqs, out);                 \
-            case 256: return attend<T, 8>(reader, tables, table_width, firsts, lasts, num_seqs, out);                 \
+            case 32: return attend<T, 32>(reader, tables, table_width, firsts, lasts, num_seqs, out);                 \
+            case 64: return attend<T, 64>(reader, tables, table_width, firsts, lasts, num_seqs, out);                 \
+            case 96: return attend<T, 96>(reader, tables, table_width, firsts, lasts, num_seqs, out);                 \
+            case 128: return attend<T, 128>(reader, tables, table_width, firsts, lasts, num_seqs, out);               \
+            case 256: return attend<T, 256>(reader, tables, table_width, firsts, lasts, num_seqs, out);               \
         }                                                                                                             \
     }                                                                                                                 \
     extern "C" void rotate_and_store_##NAME(T* qkv, const float* angles, const T* query_norm, const T* key_norm,      \

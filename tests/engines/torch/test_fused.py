@@ -1,6 +1,7 @@
 """The fused kernels compute what torch's operators do: in float32 the same, in bfloat16 nearer to float32."""
 
 import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from schemas.ids import new_attempt_id
 from services.engines.paged.runner import Slice
+from services.engines.torch import kernels
 from services.engines.torch.architecture import Architecture, Rope
 from services.engines.torch.fused import HEAD_DIMS, FusedOperators
 from services.engines.torch.kernels import KernelsMissing, load_kernels
@@ -23,12 +25,20 @@ CONTEXTS = [1, 2, 15, 16, 17, 100, 512, 513, 1300]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    try:
-        load_kernels()
-    except KernelsMissing as reason:
-        pytest.skip(str(reason))
+@pytest.fixture(autouse=True, scope="module", params=["native", "haswell"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """This CPU's own instructions, and AVX2's: half the vector."""
+    if request.param == "haswell" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this CPU has no AVX2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "FLAGS", (*kernels.FLAGS, f"-march={request.param}"))
+        load_kernels.cache_clear()
+        try:
+            load_kernels()
+        except KernelsMissing as reason:
+            pytest.skip(str(reason))
+        yield request.param
+    load_kernels.cache_clear()
 
 
 class Shape(NamedTuple):
