@@ -20,6 +20,8 @@ class Dispatch(Message, frozen=True, kw_only=True, tag="dispatch.v1"):
 class PrefillRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="prefill_request.v1"):
     """Compute a prompt's KV. `result_subject` gets one PrefillResult when the handoff is after prefill or when the
     leg fails. `room`: the rendezvous this prefill must serve; `decode_worker`: the peer of that rendezvous, if known.
+    `worker_epoch` is the chosen worker's (None: any of a queue group): an earlier process under its id, woken up or
+    reconnected after it was replaced, hears the leg as well and lets it pass.
     """
 
     request: GenerateRequest
@@ -27,17 +29,19 @@ class PrefillRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag
     result_subject: str
     bootstrap: BootstrapInfo | None = None
     decode_worker: WorkerId | None = None
+    worker_epoch: Epoch | None = None
 
 
 class DecodeRequest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="decode_request.v1"):
     """Obtain the KV by `params` and generate; without params compute the prompt here (aggregated). `prefill_timings`
-    is what the attempt has cost so far, routing included."""
+    is what the attempt has cost so far, routing included; `worker_epoch` as in PrefillRequest."""
 
     request: GenerateRequest
     dispatch: Dispatch
     params: DisaggregatedParams | None = None
     prefill_worker: WorkerId | None = None
     prefill_timings: Timings = Timings()
+    worker_epoch: Epoch | None = None
 
 
 class PrefillDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="prefill_done.v1"):

@@ -251,6 +251,7 @@ class Dispatcher:
         number = self.book.next_number()
         dispatch = Dispatch(router=self._router, epoch=self._epoch, number=number)
         worker = None if self.picker.is_group and not request.avoid else config.worker_id
+        worker_epoch = None if worker is None else config.epoch
         leg: Leg = "decode" if decision is not None and decision.is_local else ask.leg
         message: PrefillRequest | DecodeRequest
         if leg == "prefill":
@@ -259,6 +260,7 @@ class Dispatcher:
                 dispatch=dispatch,
                 result_subject=self._result_subject,
                 bootstrap=_bootstrap(config) if path.handoff == "rendezvous" and worker is not None else None,
+                worker_epoch=worker_epoch,
             )
         else:
             message = DecodeRequest(
@@ -267,6 +269,7 @@ class Dispatcher:
                 params=ask.params,
                 prefill_worker=ask.prefill_worker,
                 prefill_timings=ask.prefill_timings,
+                worker_epoch=worker_epoch,
             )
         return Hop(
             leg=leg,

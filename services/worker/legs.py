@@ -71,9 +71,11 @@ class LegDesk:
         load = self._engine.load()
         return not self.ledger and load.running + load.waiting + load.num_held == 0
 
-    async def on_prefill(self, leg: PrefillRequest, call: Call) -> AcceptedHop | Busy:
+    async def on_prefill(self, leg: PrefillRequest, call: Call) -> AcceptedHop | Busy | None:
         """Take a prefill leg. A queue group's member makes the rendezvous itself and tells it in its ack."""
         log_about(names_of(leg.request))
+        if self._is_successors(leg):
+            return None
         made = None
         if leg.bootstrap is None and self._me.handoff == "rendezvous":
             made = self._bootstrap()
@@ -84,9 +86,11 @@ class LegDesk:
         self._outlet.say(leg.request.stream.subject, Prefilling(leg.request.attempt_id, self._me.worker_id))
         return self._accepted(made)
 
-    async def on_decode(self, leg: DecodeRequest, call: Call) -> AcceptedHop | Busy:
+    async def on_decode(self, leg: DecodeRequest, call: Call) -> AcceptedHop | Busy | None:
         """Take a decode leg; from its ack on this worker alone ends the request's stream."""
         log_about(names_of(leg.request))
+        if self._is_successors(leg):
+            return None
         refusal = self._admit(leg)
         if refusal is not None:
             return refusal
@@ -161,6 +165,14 @@ class LegDesk:
         """Tell every attempt's owner what the engine can't tell any more."""
         for entry in self.ledger:
             self._close(entry, EngineError(f"the engine died: {cause}").record())
+
+    def _is_successors(self, leg: PrefillRequest | DecodeRequest) -> bool:
+        """Whether a leg is another process's, started since under this worker's id: it answers, two would be one too
+        many. (One that is meant for an earlier process is taken: that one is gone.)"""
+        if leg.worker_epoch is None or leg.worker_epoch <= self._me.epoch:
+            return False
+        logger.warning("a leg let pass: it is for a later process of worker %s", self._me.worker_id)
+        return True
 
     def _admit(self, leg: PrefillRequest | DecodeRequest) -> AcceptedHop | Busy | None:
         """Hand a leg to the engine; return the answer when it doesn't get that far. Raises the engine's refusal."""

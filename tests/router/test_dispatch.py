@@ -9,9 +9,10 @@ from bus.subjects import Subjects
 from schemas.errors import UnavailableError
 from schemas.ids import Epoch, WorkerId
 from schemas.worker import RuntimeConfig
+from services.config import PolicyName
 from services.router.dispatch import Dispatcher
 from services.router.loads import LoadBook
-from services.router.policies import Picker
+from services.router.policies import Leg, Picker
 from services.router.route_words import Ask
 from tests.router.conftest import MakeConfig, MakeRequest
 
@@ -20,11 +21,16 @@ class Fleet(NamedTuple):
     workers: dict[WorkerId, RuntimeConfig]
 
 
-def a_dispatcher(configs: list[RuntimeConfig], book: LoadBook | None = None) -> Dispatcher:
+COMPAT_OF_LEG: dict[Leg, str] = {"prefill": "", "decode": "c1"}
+
+
+def a_dispatcher(
+    configs: list[RuntimeConfig], book: LoadBook | None = None, policy: PolicyName = "round_robin"
+) -> Dispatcher:
     return Dispatcher(
         Subjects(),
         Fleet({config.worker_id: config for config in configs}),
-        Picker("round_robin"),
+        Picker(policy),
         book or LoadBook(Epoch(1)),
         router="r",
         epoch=Epoch(1),
@@ -65,3 +71,20 @@ def test_ids_of_one_tokenizer_never_go_to_workers_of_another(
     assert chosen("") == {"old", "new"}
     with pytest.raises(UnavailableError):
         chosen("d3")
+
+
+def test_a_leg_names_the_process_it_is_for(make_config: MakeConfig, make_request: MakeRequest) -> None:
+    epochs_of: dict[PolicyName, tuple[int | None, int | None]] = {"round_robin": (3, 4), "queue": (None, None)}
+    configs = [
+        msgspec.structs.replace(make_config("p1", "prefill"), epoch=Epoch(3)),
+        msgspec.structs.replace(make_config("d1", "decode"), epoch=Epoch(4)),
+    ]
+    request = make_request()
+    for policy, epochs in epochs_of.items():
+        dispatcher = a_dispatcher(configs, policy=policy)
+        path = dispatcher.path(request)
+        hops = [
+            dispatcher.choose(Ask(leg=leg), request, path, tried=set(), compat=compat)
+            for leg, compat in COMPAT_OF_LEG.items()
+        ]
+        assert tuple(hop.message.worker_epoch for hop in hops) == epochs

@@ -148,8 +148,16 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         result_subject="_INBOX.busway.r1.res",
         bootstrap=BOOTSTRAP,
         decode_worker=DECODE,
+        worker_epoch=EPOCH,
     ),
-    DecodeRequest(request=REQUEST, dispatch=DISPATCH, params=TICKET, prefill_worker=PREFILL, prefill_timings=TIMINGS),
+    DecodeRequest(
+        request=REQUEST,
+        dispatch=DISPATCH,
+        params=TICKET,
+        prefill_worker=PREFILL,
+        prefill_timings=TIMINGS,
+        worker_epoch=EPOCH,
+    ),
     PrefillDone(attempt_id=ATTEMPT, params=TICKET, timings=TIMINGS),
     PrefillEnded(
         attempt_id=ATTEMPT, token_id=2, reason="stop", num_cached_tokens=16, logprobs=LOGPROBS, timings=TIMINGS

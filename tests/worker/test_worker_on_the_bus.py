@@ -13,7 +13,7 @@ from bus.cards import fetch_card
 from bus.connection import Bus
 from bus.discovery import Fleet, watch
 from bus.server import NatsServer
-from schemas.errors import AbortedError, DeadlineError, KvMismatchError, RequestError
+from schemas.errors import AbortedError, AckTimeoutError, DeadlineError, KvMismatchError, RequestError
 from schemas.frames import Begun, Decoding, Failed, Finished, Frame, Prefilling, Tokens, decode_frames
 from schemas.handoff import BootstrapInfo, KvTicket
 from schemas.hop import (
@@ -207,6 +207,20 @@ async def test_a_leg_delivered_twice_runs_once(server: NatsServer) -> None:
         await here.all_free()
         assert [type(frame) for frame in here.frames].count(Finished) == 1
         assert here.engine.load().num_generated_tokens == 6
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_leg_for_a_later_process_of_its_id_is_let_pass(server: NatsServer, role: RoleName) -> None:
+    """A worker that was replaced, and wakes up, still hears what its successor is asked."""
+    async with bench(server, role) as here:
+        leg = here.prefill_leg() if role == "prefill" else here.decode_leg()
+        with pytest.raises(AckTimeoutError):
+            await here.send(msgspec.structs.replace(leg, worker_epoch=Epoch(here.me.epoch + 1)))
+        assert here.frames == []
+        for epoch in (None, here.me.epoch, Epoch(here.me.epoch - 1)):
+            leg = here.prefill_leg() if role == "prefill" else here.decode_leg()
+            assert isinstance(await here.send(msgspec.structs.replace(leg, worker_epoch=epoch)), AcceptedHop)
+            await here.abort(leg.request.attempt_id)
 
 
 async def test_an_abort_that_comes_before_its_leg_wins(server: NatsServer) -> None:
