@@ -10,6 +10,8 @@ whose commit isn't known, `@x` a commit of NVIDIA/TensorRT-LLM. The release aime
   R, R0   tensorrt_llm/executor/result.py @a678b91a, @005bc848
   E       tensorrt_llm/executor/executor.py @ed53795b
   A       tensorrt_llm/llmapi/llm_args.py #7019226376
+  O       tensorrt_llm/grpc/openengine/servicer.py #57363279328, its tests #57483906658
+  T       tests/unittest/llmapi/test_llm_disagg (first_gen_log_probs) #46247338375, sampler/sampler.py #57382244028
   U       tensorrt_llm/llmapi/disagg_utils.py #54588247121
   V       tensorrt_llm/serve/openai_disagg_service.py @00bb903d, #60331329338
   X       tensorrt_llm/_torch/pyexecutor/py_executor.py #736889464, #54965565749

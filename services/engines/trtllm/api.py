@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 WRITTEN_FOR = "1.3.0rc29"
 PENALTIES_SINCE = "1.3.0rc24"  # listed in features/sampling.html from this release on [W]
+# PRs #16590 and #17172, merged in the summer of 2026: which release had them first isn't known.
+MIN_P_AND_SEEDS_SINCE = WRITTEN_FOR
 
 Version = tuple[int, int, int, int]
 
@@ -31,10 +33,11 @@ class Logprob(Protocol):
 
 
 class CompletionOutput(Protocol):
-    """One sequence of a RequestOutput [R]. `token_ids` is cumulative; `logprobs` has one {id: Logprob} a token."""
+    """One sequence of a RequestOutput [R]. `token_ids` is cumulative; `logprobs` has one {id: Logprob} a token, or one
+    number."""
 
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: list[dict[int, Logprob] | float] | None
     finish_reason: str | None
     stop_reason: int | str | None
     disaggregated_params: Any
@@ -91,7 +94,14 @@ class TrtllmApi(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_penalties(self) -> bool:
         """Return whether the sampler applies frequency, presence and repetition penalties."""
-        return parse_version(self.version) >= parse_version(PENALTIES_SINCE)
+        return self._is_from(PENALTIES_SINCE)
+
+    def has_min_p_and_seeds(self) -> bool:
+        """Return whether the sampler applies min_p and a request's own seed: older ones take and ignore them [XS]."""
+        return self._is_from(MIN_P_AND_SEEDS_SINCE)
+
+    def _is_from(self, version: str) -> bool:
+        return parse_version(self.version) >= parse_version(version)
 
 
 def load_api(*, allow_untested: bool) -> TrtllmApi:
@@ -130,10 +140,12 @@ def _schedule_style() -> Any:
 
 
 def check_version(version: str, *, allow_untested: bool) -> None:
-    """Refuse a release of another minor version with RequestError, or warn of it if `allow_untested`."""
-    if parse_version(version)[:2] == parse_version(WRITTEN_FOR)[:2]:
+    """Refuse a release of another minor version, or an older one, with RequestError, or warn of it if
+    `allow_untested`."""
+    found, written_for = parse_version(version), parse_version(WRITTEN_FOR)
+    if found[:2] == written_for[:2] and found >= written_for:
         return
-    message = f"TensorRT-LLM {version}: this adapter was written for {WRITTEN_FOR}"
+    message = f"TensorRT-LLM {version}: this adapter was written for {WRITTEN_FOR} and newer of its minor version"
     if not allow_untested:
         raise RequestError(f"{message}. --engine-arg allow_untested=true runs it all the same", param="engine")
     logger.warning("%s", message)

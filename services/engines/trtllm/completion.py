@@ -12,6 +12,8 @@ from schemas.frames import FinishReason, TokenLogprobs
 from services.engines.trtllm.api import CompletionOutput, Logprob
 
 LogprobRow = dict[int, Logprob]
+"""A position's logprobs by id. Samplers of a draft in the same model give the chosen id's alone, as a number [R, O]."""
+UNKNOWN_LOGPROB = -9999.0  # OpenAI's word for one that can't be said
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class Completion:
         stop_ids: frozenset[int],
         end_id: int | None,
         num_logprobs: int | None,
-        first_row: LogprobRow | None = None,
+        first_row: LogprobRow | float | None = None,
     ) -> None:
         self.num_tokens = 0
         self._max_tokens = max_tokens
@@ -43,12 +45,12 @@ class Completion:
         self._end_id = end_id
         self._num_logprobs = num_logprobs
         self._first_row = first_row
-        self._is_last_a_stop = False
 
     def take(self, output: CompletionOutput, *, is_final: bool) -> Step:
         """Return what is new in the output. Raises what a bad end stands for (time-out, cancelled, no reason)."""
         start = self.num_tokens
-        found = [*output.token_ids[start:], *self._cut_off(output, is_final)]
+        cut_off = self._cut_off(output, is_final)
+        found = [*output.token_ids[start:], *cut_off]
         reason: FinishReason | None = None
         new: list[int] = []
         for token_id in found:
@@ -56,7 +58,7 @@ class Completion:
             reason = self._reason(token_id, start + len(new))
             if reason is not None:
                 break
-        logprobs = self._logprobs(output, new)
+        logprobs = self._logprobs(output, new, num_known=len(found) - len(cut_off))
         self.num_tokens += len(new)
         if reason is None and is_final:
             reason = _engine_reason(output.finish_reason)
@@ -76,18 +78,29 @@ class Completion:
         stopped_at = output.stop_reason if isinstance(output.stop_reason, int) else self._end_id
         return [] if stopped_at is None or stopped_at not in self._stop_ids else [stopped_at]
 
-    def _logprobs(self, output: CompletionOutput, new: list[int]) -> tuple[TokenLogprobs, ...] | None:
+    def _logprobs(
+        self, output: CompletionOutput, new: list[int], *, num_known: int
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """Return each new token's. What the engine kept to itself may have none: no reason to lose the completion."""
         if self._num_logprobs is None:
             return None
-        rows: list[LogprobRow] = list(output.logprobs or ())
+        rows: list[LogprobRow | float] = list(output.logprobs or ())
         if self._first_row is not None and len(rows) < len(output.token_ids):
             rows.insert(0, self._first_row)
-        return tuple(
-            self._row(rows[index] if index < len(rows) else {}, token_id)
-            for index, token_id in enumerate(new, self.num_tokens)
-        )
+        found = []
+        for place, token_id in enumerate(new):
+            index = self.num_tokens + place
+            if index >= len(rows) and place >= num_known:
+                found.append(TokenLogprobs(UNKNOWN_LOGPROB))
+            else:
+                found.append(self._row(rows[index] if index < len(rows) else {}, token_id))
+        return tuple(found)
 
-    def _row(self, row: LogprobRow, token_id: int) -> TokenLogprobs:
+    def _row(self, row: LogprobRow | float, token_id: int) -> TokenLogprobs:
+        if isinstance(row, int | float):
+            if self._num_logprobs:
+                raise EngineError("TensorRT-LLM gave the chosen token's logprob alone, no top ones")
+            return TokenLogprobs(logprob=float(row))
         if token_id not in row:
             raise EngineError(f"TensorRT-LLM gave no logprobs for token {token_id}")
         best = sorted(row.items(), key=lambda item: -item[1].logprob)[: self._num_logprobs or 0]

@@ -8,6 +8,7 @@ A RequestError while iterating is that request's; anything else means that the e
 raised out of the engine.
 """
 
+import logging
 import time
 from abc import ABC, abstractmethod
 
@@ -17,6 +18,8 @@ from services.engines.protocol import EngineEvent
 from services.engines.trtllm.api import RequestOutput
 from services.engines.trtllm.completion import Completion, LogprobRow
 from services.engines.trtllm.site import Site
+
+logger = logging.getLogger(__name__)
 
 
 class Leg(ABC):
@@ -98,19 +101,21 @@ class Leg(ABC):
         try:
             async for output in self.output:
                 self.site.book.totals.num_results += 1
-                self.landed(output)
-                if self.is_muted:
-                    self._abort_engine()
-                else:
-                    self._take(output)
+                self._take(output)
         except self.site.engine.api.request_error as error:
             self.refused(str(error))
 
     def _take(self, output: RequestOutput) -> None:
         try:
-            self.take(output)
+            self.landed(output)
+            if not self.is_muted:
+                self.take(output)
         except BuswayError as error:
             self.close(self.failed(error))
+        except Exception as error:  # what one request's output has that can't be read is no reason to end the others
+            logger.exception("an output of %s can't be read", self.request.attempt_id)
+            unread = f"TensorRT-LLM's output can't be read: {type(error).__name__}: {error}"
+            self.close(self.failed(EngineError(unread)))
         if self.is_muted:
             self._abort_engine()
 
@@ -120,7 +125,7 @@ class Leg(ABC):
             self.output.abort()
 
 
-def completion_of(site: Site, request: GenerateRequest, row: LogprobRow | None = None) -> Completion:
+def completion_of(site: Site, request: GenerateRequest, row: LogprobRow | float | None = None) -> Completion:
     """Return the completion of a request, as yet empty."""
     limits = site.engine.limits
     return Completion(

@@ -1,7 +1,8 @@
 """DisaggregatedParams between the context's memory and the wire, field by field [D1, D2]. Pure.
 
-On the wire: the dataclass' own names; opaque_state as base64; first_gen_log_probs with the nesting it had and each
-{id: Logprob} as {"id": [logprob, rank]}. Going out, a field that is set and isn't carried (logits, multimodal
+On the wire: the dataclass' own names; opaque_state as base64; first_gen_log_probs, one {id: Logprob} a first token
+(its docstring says a list a beam; all that fills it says otherwise [O, T]), each as {"id": [logprob, rank]} and a bare
+number, which some samplers give, as it is. Going out, a field that is set and isn't carried (logits, multimodal
 handles: memory of one process) is an error; coming in, fields the installed release doesn't have are left out.
 """
 
@@ -34,6 +35,8 @@ class WireParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ctx_dp_rank: int | None = None
     ctx_info_endpoint: str | None = None
     schedule_style: int | None = None
+    ctx_usage: dict[str, Any] | None = None
+    conversation_id: str | None = None
 
 
 _CARRIED = frozenset(field.name for field in msgspec.structs.fields(WireParams))
@@ -50,7 +53,7 @@ def context_params(api: TrtllmApi, disagg_request_id: int) -> Any:
     return api.disaggregated_params(**kwargs)
 
 
-def to_wire(made: Any, sent: Any, first_row: LogprobRow | None) -> msgspec.Raw:
+def to_wire(made: Any, sent: Any, first_row: LogprobRow | float | None) -> msgspec.Raw:
     """Return what the context phase made of the params we `sent`, as JSON.
 
     Some releases answer with less than they were given [R]: our id is added again, and `first_row` where the
@@ -67,7 +70,7 @@ def to_wire(made: Any, sent: Any, first_row: LogprobRow | None) -> msgspec.Raw:
         raise KvMismatchError("TensorRT-LLM's context phase gave no ctx_request_id")
     if "disagg_request_id" not in values and "disagg_request_id" in _names(sent):
         values["disagg_request_id"] = sent.disagg_request_id
-    log_probs = values.pop("first_gen_log_probs", None) or ([[first_row]] if first_row else None)
+    log_probs = values.pop("first_gen_log_probs", None) or ([first_row] if first_row is not None else None)
     if log_probs is not None:
         values["first_gen_log_probs"] = _plain(log_probs)
     return msgspec.Raw(encode(msgspec.convert(values, WireParams, from_attributes=True)))
@@ -97,7 +100,7 @@ def generation_params(api: TrtllmApi, wire: WireParams) -> Any:
     )
 
 
-def first_row(api: TrtllmApi, wire: WireParams) -> LogprobRow | None:
+def first_row(api: TrtllmApi, wire: WireParams) -> LogprobRow | float | None:
     """Return the logprobs of the first token, if they came along."""
     found = None if wire.first_gen_log_probs is None else _rebuilt(api, wire.first_gen_log_probs)
     while isinstance(found, list):
@@ -112,12 +115,16 @@ def _names(instance: Any) -> frozenset[str]:
 def _plain(nested: Any) -> Any:
     if isinstance(nested, list | tuple):
         return [_plain(one) for one in nested]
+    if isinstance(nested, int | float):
+        return float(nested)
     return {str(token_id): [logprob.logprob, logprob.rank] for token_id, logprob in nested.items()}
 
 
 def _rebuilt(api: TrtllmApi, nested: Any, depth: int = 0) -> Any:
     if isinstance(nested, list) and depth < _MAX_NESTING:
         return [_rebuilt(api, one, depth + 1) for one in nested]
+    if isinstance(nested, int | float) and depth:
+        return float(nested)
     try:
         return {
             int(token_id): api.logprob(logprob=float(logprob), rank=rank)

@@ -3,7 +3,7 @@
 What is different here than in busway's own engines, and so refused where it would change the answer:
  - noise isn't a function of (seed, position), and penalties forget resumed ids: no exact continuation of those;
  - only `end_id` is banned before min_tokens, other stop ids are not;
- - the sampler ignored penalties for a long time.
+ - the sampler ignored penalties, min_p and seeds for a long time, though SamplingParams took them.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import msgspec
 from schemas.errors import RequestError
 from schemas.request import GenerateRequest, Sampling
 from services.engines.adapter.refusals import refuse_inexact_resume
-from services.engines.trtllm.api import PENALTIES_SINCE, TrtllmApi
+from services.engines.trtllm.api import MIN_P_AND_SEEDS_SINCE, PENALTIES_SINCE, TrtllmApi
 
 _SEED_MASK = 2**64 - 1
 _NO_END_ID = -1
@@ -27,11 +27,17 @@ class Abilities(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     fields: frozenset[str]
     has_penalties: bool
+    has_min_p_and_seeds: bool
 
     @classmethod
     def of(cls, api: TrtllmApi) -> "Abilities":
         """Return the installed release's."""
-        return cls(version=api.version, fields=api.sampling_fields(), has_penalties=api.has_penalties())
+        return cls(
+            version=api.version,
+            fields=api.sampling_fields(),
+            has_penalties=api.has_penalties(),
+            has_min_p_and_seeds=api.has_min_p_and_seeds(),
+        )
 
 
 def sampling_kwargs(request: GenerateRequest, eos_token_ids: tuple[int, ...], abilities: Abilities) -> dict[str, Any]:
@@ -105,6 +111,11 @@ def _check(request: GenerateRequest, eos_token_ids: tuple[int, ...], abilities: 
         raise RequestError(
             f"TensorRT-LLM {abilities.version} ignores {penalty}; {PENALTIES_SINCE} and newer apply it", param=penalty
         )
+    if not abilities.has_min_p_and_seeds and (ignored := _drawn_by(sampling)):
+        raise RequestError(
+            f"TensorRT-LLM {abilities.version} ignores {ignored}; {MIN_P_AND_SEEDS_SINCE} and newer apply it",
+            param=ignored,
+        )
     refuse_inexact_resume(request, "TensorRT-LLM")
     ending = {*stop.stop_token_ids, *(() if stop.ignore_eos else eos_token_ids)}
     if stop.min_tokens > len(request.resume) and ending - set(eos_token_ids[:1]):
@@ -112,3 +123,12 @@ def _check(request: GenerateRequest, eos_token_ids: tuple[int, ...], abilities: 
             "min_tokens can't be kept by TensorRT-LLM where several ids end the completion: it bans only one of them",
             param="min_tokens",
         )
+
+
+def _drawn_by(sampling: Sampling) -> str:
+    """Return which of min_p and a user's own seed changes what is drawn; "" for neither."""
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return ""
+    if sampling.min_p:
+        return "min_p"
+    return "seed" if sampling.is_user_seeded else ""

@@ -18,6 +18,8 @@ Whose behaviour it follows (the keys are services/engines/trtllm/__init__.py's):
     end, and add no logprobs for it: py_executor.py X, PR #16691
   - context KV waits until fetched or kv_transfer_timeout_ms after `length` or `not_finished`, and isn't set up after
     `stop`: openai_disagg_service.py V
+  - a context's answer has the first token's logprobs, a list of one {id: Logprob} (or a number) a token: tests [T, O];
+    an older release that keeps EOS to itself has no logprobs of it: R cuts them to the tokens
   - with return_perf_metrics the last output says how many bytes of KV a transfer brought: openai_server.py
     #54820179511, timing_metrics.kv_cache_size
   - KV events are numbered, name blocks by hashes of the engine's own (beyond int64 at times), and tell short blocks
@@ -77,7 +79,7 @@ class OlderDisaggregatedParams:
 
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams:
-    """D1."""
+    """D1, and what [O] has besides."""
 
     request_type: str | None = None
     first_gen_tokens: list[int] | None = None
@@ -90,6 +92,8 @@ class DisaggregatedParams:
     ctx_dp_rank: int | None = None
     ctx_info_endpoint: str | None = None
     schedule_style: DisaggScheduleStyle | None = None
+    ctx_usage: dict[str, Any] | None = None
+    conversation_id: str | None = None
     multimodal_embedding_handles: list[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +150,7 @@ class SamplingParams:
 class CompletionOutput:
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob] | float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     disaggregated_params: Any = None
@@ -195,10 +199,13 @@ class RequestOutput:
         self.cached_tokens = response.cached_tokens
         output.token_ids.extend(response.new_token_ids)
         output.logprobs += [
-            {token_id: Logprob(logprob, rank) for token_id, logprob, rank in row} for row in response.new_logprobs
+            row if isinstance(row, float) else {one: Logprob(logprob, rank) for one, logprob, rank in row}
+            for row in response.new_logprobs
         ]
         if response.disaggregated_params is not None:
             output.disaggregated_params = response.disaggregated_params
+            if self._llm.has_first_logprobs and output.logprobs:
+                output.disaggregated_params.first_gen_log_probs = output.logprobs[:1]
         if not self.finished:
             return
         output.finish_reason = response.finish_reason
@@ -245,6 +252,7 @@ class StandInLlm:
             )
         self.args = SimpleNamespace(model=model, **values)
         self.pid = os.getpid()
+        self.has_first_logprobs = switches.fills_first_logprobs and not switches.is_older
         self.switches = switches
         params = OlderDisaggregatedParams if switches.is_older else DisaggregatedParams
         self.executor = Executor(fabric, self.args, switches, params)

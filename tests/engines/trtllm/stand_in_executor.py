@@ -22,7 +22,9 @@ ROW_BYTES = 16
 @dataclass(kw_only=True)
 class Switches:
     """How this release behaves. `eos_one_in`: how often a drawn token is end_id; `first_token`: what a context or
-    aggregated phase draws first, whatever the prompt (None: what the model says)."""
+    aggregated phase draws first, whatever the prompt (None: what the model says). `fills_first_logprobs`: a context's
+    answer has its token's. `has_bare_logprobs`: as with samplers of a draft in the same model, the chosen token's come
+    as numbers."""
 
     is_older: bool = False
     knows_capacity: bool = True
@@ -30,6 +32,8 @@ class Switches:
     eos_one_in: int = 0
     first_token: int | None = None
     responses_per_context: int = 1
+    fills_first_logprobs: bool = True
+    has_bare_logprobs: bool = False
 
 
 @dataclass
@@ -229,7 +233,8 @@ class Executor:
         request.phase = "decode"
         row: Any = None
         if request.sampling.logprobs and not self.switches.is_older:
-            row = [(one, it.logprob, it.rank) for one, it in params.first_gen_log_probs[0][0].items()]
+            (first,) = params.first_gen_log_probs
+            row = first if isinstance(first, float) else [(one, it.logprob, it.rank) for one, it in first.items()]
         self._deliver(request, params.first_gen_tokens[0], row, is_tested=not self.switches.is_older)
 
     def _context(self, request: Request) -> None:
@@ -295,7 +300,10 @@ class Executor:
             token_id = sampling.end_id
         if token_id == sampling.end_id and is_end_banned:
             token_id = WORD_IDS[draw % len(WORD_IDS)]
-        self._deliver(request, token_id, _logprobs(draw, token_id, sampling.logprobs), is_tested=True)
+        row: Any = _logprobs(draw, token_id, sampling.logprobs)
+        if row is not None and self.switches.has_bare_logprobs:
+            row = row[0][1]
+        self._deliver(request, token_id, row, is_tested=True)
 
     def _deliver(self, request: Request, token_id: int, row: Any, *, is_tested: bool) -> None:
         sampling = request.sampling
@@ -308,6 +316,7 @@ class Executor:
         elif token_id == sampling.end_id and not sampling.ignore_eos:
             if self.switches.is_older:  # keeps the token to itself
                 request.unsent.pop()
+                request.unsent_rows = request.unsent_rows[: len(request.unsent)]
             self._end(request, "stop")
         elif len(request.tokens) >= sampling.max_tokens:
             self._end(request, "length")

@@ -6,14 +6,16 @@ import msgspec
 import pytest
 
 from schemas.errors import AbortedError, EngineError, KvMismatchError, RequestError, WorkerLostError
-from schemas.frames import Failed, Finished, Tokens
+from schemas.frames import Failed, Finished, TokenLogprobs, Tokens
 from schemas.handoff import KvTicket, TrtllmDisaggregatedParams
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed
 from schemas.ids import Epoch, WorkerId, new_attempt_id
 from schemas.peer import ConfirmRequest, LeaseRequest
 from schemas.request import Sampling, StopConditions
+from services.engines.trtllm.completion import UNKNOWN_LOGPROB
 from tests.engines.paged.fleet import aggregated, decode_leg, prefill_leg, prompt, pulled, request_for
 from tests.engines.trtllm.scene import CARD, SOON, Scene, handed_over, scene_of, seated
+from tests.engines.trtllm.stand_in import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -80,10 +82,10 @@ async def test_sampled_requests_draw_by_their_seed():
         assert outputs[0] == outputs[1] != outputs[2]
 
 
-@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("switches", [{}, {"is_older": True}, {"fills_first_logprobs": False}])
 @pytest.mark.parametrize("num_logprobs", [0, 3])
-async def test_every_token_has_its_logprobs(num_logprobs, is_older):
-    async with scene_of(is_older=is_older) as scene:
+async def test_every_token_has_its_logprobs(num_logprobs, switches):
+    async with scene_of(**switches) as scene:
         request = request_for(prompt(10), max_tokens=5, num_logprobs=num_logprobs)
         ids = await pulled(scene["p"].host, scene["d"].host, request)
         await aggregated(scene["both"].host, request)
@@ -95,6 +97,48 @@ async def test_every_token_has_its_logprobs(num_logprobs, is_older):
         assert len(mine) == len(ids)
         assert all(len(row.top) == num_logprobs for row in mine)
         assert num_logprobs == 0 or [row.top[0][0] for row in mine] == ids
+
+
+@pytest.mark.parametrize("fills_first_logprobs", [True, False])
+async def test_logprobs_may_come_as_bare_numbers(fills_first_logprobs):
+    """With no top ones among them: who asks for those is told, and the engines go on."""
+    async with scene_of(has_bare_logprobs=True, fills_first_logprobs=fills_first_logprobs) as scene:
+        request = request_for(prompt(10), max_tokens=5, num_logprobs=0)
+        assert len(await pulled(scene["p"].host, scene["d"].host, request)) == 5
+        await aggregated(scene["both"].host, request)
+        mine, theirs = (
+            [row for event in events if isinstance(event, Tokens) for row in event.logprobs or ()]
+            for events in (scene["d"].host.events[request.attempt_id], *scene["both"].host.events.values())
+        )
+        assert mine == theirs
+        assert all(row.logprob <= 0.0 and not row.top for row in mine)
+        assert len({row.logprob for row in mine}) == 5
+        wanting = request_for(prompt(10), max_tokens=5, num_logprobs=2)
+        done = await handed_over(scene["p"], wanting)
+        scene["d"].engine.decode(decode_leg(wanting, done.params))
+        end = await scene["d"].host.ended(wanting.attempt_id)
+        assert isinstance(end, Failed)
+        assert "no top ones" in end.error.message
+        await scene.until_empty()
+        assert not any(scene[name].run.done() for name in ("p", "d"))
+
+
+async def test_an_end_id_that_the_engine_keeps_to_itself_costs_no_completion_with_logprobs():
+    async with scene_of(eos_one_in=4, is_older=True) as scene:
+        for salt in range(8):
+            request = request_for(prompt(9, salt), max_tokens=40, num_logprobs=1)
+            scene["p"].engine.prefill(prefill_leg(request))
+            result = await scene["p"].host.result(request.attempt_id)
+            if isinstance(result, PrefillEnded):
+                assert (result.token_id, result.logprobs) == (EOS, TokenLogprobs(UNKNOWN_LOGPROB))
+                continue
+            scene["d"].engine.decode(decode_leg(request, result.params))
+            ids = await scene["d"].host.output(request.attempt_id)
+            events = scene["d"].host.events[request.attempt_id]
+            rows = [row for event in events if isinstance(event, Tokens) for row in event.logprobs or ()]
+            assert len(rows) == len(ids)
+            assert (ids[-1], rows[-1]) == (EOS, TokenLogprobs(UNKNOWN_LOGPROB))
+            assert all(row.logprob > -1000 for row in rows[:-1])
 
 
 # ---- the end ----
@@ -363,6 +407,21 @@ async def test_an_engine_error_of_one_request_is_that_requests():
         d.engine.decode(decode_leg(after))
         assert len(await d.host.output(after.attempt_id)) == 4
         assert not d.run.done()
+
+
+async def test_an_output_that_cant_be_read_costs_its_request_alone(monkeypatch):
+    async with scene_of() as scene:
+        p, request = scene["p"], request_for(prompt(20), max_tokens=4)
+        with monkeypatch.context() as garbled:
+            garbled.setattr(
+                RequestOutput, "cached_tokens", property(lambda self: None, lambda self, value: None), False
+            )
+            p.engine.prefill(prefill_leg(request))
+            result = await p.host.result(request.attempt_id)
+        assert isinstance(result, PrefillFailed)
+        assert "can't be read" in result.error.message
+        assert len(await pulled(p.host, scene["d"].host, request_for(prompt(9), max_tokens=3))) == 3
+        assert not p.run.done()
 
 
 async def test_any_other_error_while_iterating_ends_the_engine():

@@ -120,6 +120,12 @@ def test_what_would_change_the_answer_is_refused_by_name(param, changes):
 
 def test_releases_that_lack_a_parameter_refuse_it_by_name():
     old = msgspec.structs.replace(ABILITIES, has_penalties=False, fields=ABILITIES.fields - {"min_p"})
+    ignoring = msgspec.structs.replace(ABILITIES, has_min_p_and_seeds=False)
+    for name, sampling in (("min_p", Sampling(seed=1, min_p=0.5)), ("seed", Sampling(seed=1, is_user_seeded=True))):
+        with pytest.raises(RequestError, match="ignores") as caught:
+            mapped(abilities=ignoring, sampling=sampling)
+        assert caught.value.param == name
+    mapped(abilities=ignoring, sampling=Sampling(seed=1, temperature=0.0, min_p=0.5, is_user_seeded=True))
     for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"):
         with pytest.raises(RequestError) as caught:
             mapped(abilities=old, sampling=Sampling(seed=1, **{name: 0.5}))
@@ -133,7 +139,7 @@ def test_the_handoff_crosses_the_wire_field_by_field():
     made = DisaggregatedParams(
         request_type="context_only",
         first_gen_tokens=[11],
-        first_gen_log_probs=[[{11: Logprob(-0.5, 1), 12: Logprob(-1.5, 2)}]],
+        first_gen_log_probs=[{11: Logprob(-0.5, 1), 12: Logprob(-1.5, 2)}, -0.25],
         ctx_request_id=2**41 + 7,
         opaque_state=b"\x00\xff\x80",
         draft_tokens=[4, 5],
@@ -141,6 +147,8 @@ def test_the_handoff_crosses_the_wire_field_by_field():
         ctx_dp_rank=3,
         ctx_info_endpoint="tcp://10.0.0.1:5",
         schedule_style=stand_in.DisaggScheduleStyle.CONTEXT_FIRST,
+        ctx_usage={"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
+        conversation_id="c",
     )
     raw = to_wire(made, context_params(API, 5), None)
     assert msgspec.json.decode(bytes(raw))["opaque_state"] == "AP+A"
@@ -153,6 +161,7 @@ def test_our_id_and_the_first_logprobs_come_along_where_the_answer_leaves_them_o
     made = DisaggregatedParams(request_type="context_only", first_gen_tokens=[11], ctx_request_id=7)
     wire = from_wire(to_wire(made, context_params(API, 2**41), {11: Logprob(-0.5, None)}))
     assert generation_params(API, wire).disagg_request_id == 2**41
+    assert generation_params(API, wire).first_gen_log_probs == [{11: Logprob(-0.5, None)}], "one a token, as upstream's"
     assert first_row(API, wire) == {11: Logprob(-0.5, None)}
 
 
@@ -315,7 +324,7 @@ def test_versions_are_ordered_and_gated(caplog):
     in_order = ["1.2.1", "1.3.0rc9", "1.3.0rc29", "1.3.0rc29.post1", "1.3.0", "1.3.1"]
     assert sorted(in_order, key=parse_version) == in_order
     check_version("1.3.0rc30", allow_untested=False)
-    for version in ("1.2.1", "1.4.0rc1", "0.20.0"):
+    for version in ("1.2.1", "1.4.0rc1", "0.20.0", "1.3.0rc28"):
         with pytest.raises(RequestError, match="allow_untested"):
             check_version(version, allow_untested=False)
         check_version(version, allow_untested=True)
