@@ -9,6 +9,7 @@ import pytest
 from tests.conformance.engines import CASES, environment
 
 VLLM = next(case for case in CASES if case.name == "vllm")
+SHORT = '{"kv_connector": "NixlPushConnector", "kv_role": "kv_producer"}'
 UNKNOWN = '{"kv_connector": "NoSuchConnector"}'
 
 pytestmark = [pytest.mark.conformance_vllm, pytest.mark.timeout(600)]
@@ -19,8 +20,9 @@ pytestmark = [pytest.mark.conformance_vllm, pytest.mark.timeout(600)]
     [
         (("--kv-transfer-config", UNKNOWN), "no KV connector 'NoSuchConnector'; it has"),
         (("--no-such-flag",), "--no-such-flag"),
+        (("--kv-transfer", SHORT), "give --kv-transfer-config by that name"),
     ],
-    ids=["vllm-connector", "vllm-flag"],
+    ids=["vllm-connector", "vllm-flag", "vllm-short-flag"],
 )
 def test_it_is_refused_by_name(
     words: tuple[str, ...], said: str, conformance_server, tiny_model, tmp_path: Path

@@ -20,13 +20,16 @@ from services.engines.vllm.words import NIXL_CONNECTORS, CoreSpec, LaunchOptions
 DEFAULT_CONNECTOR = "NixlConnector"
 KV_FLAG = "--kv-transfer-config"
 EAGER_FLAG = "--enforce-eager"
+MODEL_FLAG = "--model"
 
 
 def start_core(options: LaunchOptions) -> tuple[Any, Any, CoreSpec]:
     """Load the model and return an EngineCore, its VllmConfig and its spec; takes seconds to minutes.
 
-    Raises RequestError for words that vLLM refuses, for an unknown connector and for data parallelism.
+    Raises RequestError for words that vLLM refuses or that are busway's, for an unknown connector and for data
+    parallelism.
     """
+    refuse_ours(options.words)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # also keeps a CPU worker in this process
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", options.side_channel_host)
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port(options.side_channel_host)))
@@ -50,6 +53,8 @@ def _vllm_config(options: LaunchOptions) -> Any:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", add_help=False))
     words, connector = take_flag(options.words, KV_FLAG)
     arguments = _parsed(parser, [*words, "--model", options.model_path])
+    if arguments.kv_transfer_config is not None:  # by a shortened name, which vLLM's parser takes
+        raise _in_pieces(KV_FLAG)
     arguments.kv_transfer_config = _kv_transfer(connector, options)
     arguments.enable_logging_iteration_details = True  # says what a step computed; nothing is logged for it here
     arguments.kv_events_config = arguments.kv_events_config or _kv_events()
@@ -99,6 +104,20 @@ def _kv_events() -> Any:
 def _error_of(said: str) -> str:
     """Return what argparse says behind its usage, on one line."""
     return " ".join(said.rpartition("error:")[2].split())[:500]
+
+
+def refuse_ours(words: Sequence[str]) -> None:
+    """Raise RequestError for words that busway's own would replace without a word."""
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name == MODEL_FLAG:
+            raise RequestError(f"{MODEL_FLAG} is busway's to set, before the --", param="engine_words")
+        if name.startswith(KV_FLAG + "."):
+            raise _in_pieces(name)
+
+
+def _in_pieces(name: str) -> RequestError:
+    return RequestError(f"give {KV_FLAG} by that name and as one JSON object, not {name}", param="engine_words")
 
 
 def take_flag(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:

@@ -25,14 +25,15 @@ class Tally:
         return self.prompt
 
     def usage(self, num_tokens: int) -> Usage:
-        """Return the counts of a completion of `num_tokens`, resumed ones included. The prefix hit is prefill's."""
-        prompt = self.prompt or _NOTHING
+        """Return the counts of a completion of `num_tokens`, resumed ones included. The prefix hit is prefill's; to the
+        engine resumed ids are part of the prompt, here they aren't."""
+        prompt, num_prompt = self.prompt or _NOTHING, len(self._leg.request.token_ids)
         hit = prompt.local_cache if self._params is None else self._params.get("remote_prefill_cached_tokens")
         return Usage(
-            prompt_tokens=len(self._leg.request.token_ids),
+            prompt_tokens=num_prompt,
             completion_tokens=num_tokens,
-            cached_tokens=hit if isinstance(hit, int) else 0,
-            num_computed_prompt_tokens=prompt.computed,
+            cached_tokens=min(hit, num_prompt) if isinstance(hit, int) else 0,
+            num_computed_prompt_tokens=min(prompt.computed, num_prompt),
         )
 
     def timings(self, kv_bytes_per_token: int) -> Timings:

@@ -1,8 +1,9 @@
-"""Taking the connector's flag out of vLLM's words. vLLM itself is not needed."""
+"""What of vLLM's words is busway's: the connector's flag is taken out, the model refused. vLLM itself is not needed."""
 
 import pytest
 
-from services.engines.vllm.launch import KV_FLAG, take_flag
+from schemas.errors import RequestError
+from services.engines.vllm.launch import KV_FLAG, refuse_ours, take_flag
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,12 @@ def test_a_flag_is_taken_out_however_it_is_written(words: tuple[str, ...]) -> No
 
 def test_words_without_it_stay_as_they_are() -> None:
     assert take_flag(("--a=b", "c"), KV_FLAG) == (["--a=b", "c"], None)
+
+
+@pytest.mark.parametrize(
+    "word", ["--model", "--model=/m", f"{KV_FLAG}.kv_connector", f"{KV_FLAG}.kv_connector=X", "--kv_transfer_config.x"]
+)
+def test_words_that_busways_own_would_replace_are_refused_by_name(word: str) -> None:
+    with pytest.raises(RequestError, match=word.partition("=")[0].replace("_", "-")[:20]):
+        refuse_ours(("--dtype", "float32", word, "x"))
+    refuse_ours(("--model-impl", "auto", "--dtype=float32", KV_FLAG, '{"a": "--model"}'))
