@@ -160,6 +160,16 @@ CASES = (
         decode_serves_alone=False,
     ),
 )
+# Decode told to fail rather than to compute what it can't fetch.
+VLLM_FAIL = EngineCase(
+    name="vllm-fail",
+    engine="vllm",
+    backend="vllm",
+    flags=VLLM,
+    environ=VLLM_CPU | {"BUSWAY_WORKER_KV_LOAD_FAILURE": "fail"},
+    block_size=32,
+    start_s=300.0,
+)
 # A process for each half of the heads: too slow here for the whole suite. vLLM's prefill has all of them in one; SGLang
 # needs, on CPUs, as many ranks on both sides.
 TENSOR_PARALLEL = (
@@ -205,7 +215,7 @@ def params() -> list[object]:
 
 def case_named(name: str) -> EngineCase:
     """Return a case by its name."""
-    return next(case for case in (*CASES, *TENSOR_PARALLEL) if case.name == name)
+    return next(case for case in (*CASES, VLLM_FAIL, *TENSOR_PARALLEL) if case.name == name)
 
 
 def only(*names: str) -> pytest.MarkDecorator:

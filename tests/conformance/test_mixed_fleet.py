@@ -1,20 +1,16 @@
 """Two models on two engines behind one gateway and one router, at the same time: each request goes to its own pair."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from bus.connection import Bus
 from bus.server import NatsServer
-from services.config import GatewayConfig, RouterConfig
-from services.gateway.service import run_gateway
-from services.router.service import run_router
 from tests.conformance.engines import EngineCase, case_named, marks
+from tests.conformance.front import front, until_ready
 from tests.conformance.pair import WorkerProcess
 from tests.conformance.tiny_model import write_tiny_llama
 
@@ -64,26 +60,6 @@ def pair_of(case: EngineCase, server: NatsServer, folder: Path, seed: int) -> li
     return pair
 
 
-@contextlib.asynccontextmanager
-async def front(server: NatsServer) -> AsyncIterator[str]:
-    """One router and one gateway, whose URL this yields."""
-    stop = asyncio.Event()
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    async with contextlib.AsyncExitStack() as stack:
-        router_bus, gateway_bus = [
-            await stack.enter_async_context(
-                Bus.connect(server.internal_url, name=name, client_id=f"{FLEET}-{name}", namespace=FLEET)
-            )
-            for name in ("router", "gateway")
-        ]
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(stop.set)
-        tasks.create_task(run_router(router_bus, RouterConfig(id="r"), stop=stop, ready=lambda record: None))
-        gateway = GatewayConfig(port=0, id="g", drain_s=2.0)
-        tasks.create_task(run_gateway(gateway_bus, gateway, stop=stop, ready=url.set_result))
-        yield await url
-
-
 async def ask(http: aiohttp.ClientSession, model: str, question: str) -> str:
     """Return the answer of this model's own pair."""
     body: dict[str, Any] = {"model": model, "prompt": question, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -98,10 +74,8 @@ async def ask(http: aiohttp.ClientSession, model: str, question: str) -> str:
 
 
 async def test_each_model_is_served_by_its_own_engines(models: list[str], conformance_server: NatsServer) -> None:
-    async with front(conformance_server) as url, aiohttp.ClientSession(url) as http:
-        async with asyncio.timeout(20):
-            while (await http.get("/ready")).status != 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+    async with front(conformance_server, FLEET) as url, aiohttp.ClientSession(url) as http:
+        await until_ready(http)
         listed = await (await http.get("/v1/models")).json()
         assert sorted(one["id"] for one in listed["data"]) == sorted(models)
         asked = [(model, question) for question in QUESTIONS for model in models]

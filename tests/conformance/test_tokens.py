@@ -2,14 +2,17 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from schemas.errors import RequestError
 from schemas.frames import Finished
 from schemas.hop import PrefillEnded
+from schemas.ids import new_attempt_id
 from schemas.request import Sampling
 from tests.conformance.pair import Desk
 from tests.conformance.prompts import prompt
+from tests.conformance.tiny_model import ENDING_PROMPT
 
 
 async def test_greedy_ids_equal_the_aggregated_ones_at_every_block_boundary(desk: Desk) -> None:
@@ -42,6 +45,24 @@ async def test_a_stop_id_drawn_in_prefill_ends_the_request_and_frees_its_kv(desk
     assert got.ids == [first]
     assert isinstance(got.end, Finished | PrefillEnded)
     assert got.end.reason == "stop"
+    await desk.until_free(3.0)
+
+
+async def test_an_eos_drawn_in_prefill_ends_the_request_and_frees_its_kv(desk: Desk) -> None:
+    if desk.pair.case.model != "tiny":
+        pytest.skip("the sim model's EOS is a setting: tests/engines/sim, tests/engines/trtllm")
+    request = desk.request(ENDING_PROMPT, 8)
+    ignored = await desk.disaggregated(request)
+    assert len(ignored.ids) == 8
+    heeded = msgspec.structs.replace(
+        request, attempt_id=new_attempt_id(), stop=msgspec.structs.replace(request.stop, ignore_eos=False)
+    )
+    got, alone = await desk.disaggregated(heeded), await desk.aggregated(heeded)
+    assert got.ids == alone.ids == ignored.ids[:1]
+    for outcome in (got, alone):
+        assert isinstance(outcome.end, Finished | PrefillEnded)
+        assert outcome.end.reason == "stop"
+    assert isinstance(got.end, PrefillEnded) == (desk.pair.case.handoff == "pull")
     await desk.until_free(3.0)
 
 

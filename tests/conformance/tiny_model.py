@@ -6,12 +6,16 @@ from pathlib import Path
 
 from schemas.model_card import ModelCard
 from services.engines.sim.card import builtin_card
+from tests.conformance.prompts import prompt
 
 NUM_LAYERS = 2
+ENDING_PROMPT = prompt(50, salt=900)
+"""Whose greedy completion by the tiny Llama ends at once: its first id is one of the model's EOS."""
 
 
 def write_tiny_llama(folder: Path, seed: int = 5) -> Path:
-    """Write a model folder: float32, wide enough weights that greedy ids vary and rarely tie."""
+    """Write a model folder: float32, wide enough weights that greedy ids vary and rarely tie.
+    `ENDING_PROMPT` ends at once, where EOS isn't ignored."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +34,11 @@ def write_tiny_llama(folder: Path, seed: int = 5) -> Path:
         bos_token_id=0,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    model = LlamaForCausalLM(config).to(torch.float32)
+    with torch.no_grad():
+        ending_id = int(model(torch.tensor([ENDING_PROMPT])).logits[0, -1].argmax())
+    config.eos_token_id = model.generation_config.eos_token_id = [*card.eos_token_ids, ending_id]
+    model.save_pretrained(folder)
     _write_tokenizer(folder, card)
     return folder
 
