@@ -289,6 +289,8 @@ class StandInLlm:
             post=output.post,
             is_streaming=streaming,
             cache_salt=cache_salt or "",
+            priority=priority,
+            trace_headers=trace_headers,
         )
         return output
 

@@ -93,6 +93,8 @@ class Request:
     cache_salt: str
     phase: str
     deadline: float
+    priority: float
+    trace_headers: dict[str, str] | None
     rows: list[Row] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     unsent: list[int] = field(default_factory=list)

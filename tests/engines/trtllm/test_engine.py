@@ -62,6 +62,33 @@ async def test_usage_and_load_count_each_token_once():
         assert d.progress > 0
 
 
+async def test_no_tenant_shares_anothers_kv():
+    async with scene_of() as scene:
+        hits = []
+        for salt in ("a", "b", "a"):
+            request = request_for(prompt(30), max_tokens=3, cache_salt=salt)
+            await pulled(scene["p"].host, scene["d"].host, request)
+            end = await scene["d"].host.ended(request.attempt_id)
+            assert isinstance(end, Finished)
+            hits.append(end.usage.cached_tokens)
+        assert hits == [0, 0, 28]
+        assert {one.cache_salt for one in scene["d"].executor.submitted[1:]} == {"a", "b"}
+
+
+async def test_priority_and_trace_go_along_on_both_phases():
+    async with scene_of() as scene:
+        for priority in (-5, 0, 3, 2**31 - 1):
+            request = request_for(prompt(9), max_tokens=3, priority=priority, traceparent=f"00-{priority}")
+            await pulled(scene["p"].host, scene["d"].host, request)
+        for seat in (scene["p"], scene["d"]):
+            own = seat.executor.submitted[1:]
+            assert [one.trace_headers for one in own] == [{"traceparent": f"00-{one}"} for one in (-5, 0, 3, 2**31 - 1)]
+            given = [one.priority for one in own]
+            assert given == sorted(set(given)), "the higher the sooner, on both sides"
+            assert given[1] == 0.5
+            assert all(0.0 < one < 1.0 for one in given)
+
+
 async def test_thirty_two_at_once_with_chunks_of_several_tokens():
     async with scene_of(engine_args={"stream_interval": "3"}) as scene:
         requests = [request_for(prompt(5 + salt, salt), max_tokens=3 + salt % 9) for salt in range(32)]
@@ -219,7 +246,9 @@ async def test_a_context_phase_that_doesnt_answer_once_and_well_fails_the_leg(sw
     async with scene_of(**switches) as scene:
         request = request_for(prompt(10), max_tokens=4)
         scene["p"].engine.prefill(prefill_leg(request))
-        assert isinstance(await scene["p"].host.result(request.attempt_id), PrefillFailed)
+        result = await scene["p"].host.result(request.attempt_id)
+        assert isinstance(result, PrefillFailed)
+        assert ("exactly one response" in result.error.message) == ("responses_per_context" in switches)
 
 
 # ---- aborts ----
