@@ -15,11 +15,13 @@ from services.config import RoleName
 
 TRANSCEIVER = "cache_transceiver_config"
 ALLOW_UNTESTED = "allow_untested"
+STATISTICS = "enable_iter_perf_stats"
 OURS = frozenset({"model", "tokenizer", "skip_tokenizer_init"})
 
 
 def llm_kwargs(engine_args: Mapping[str, str], *, role: RoleName, model_path: str) -> dict[str, Any]:
-    """Return LLM's keyword arguments; `allow_untested` is busway's and isn't one.
+    """Return LLM's keyword arguments; `allow_untested` is busway's and isn't one. Iteration statistics are on unless
+    they are switched off: they are how the engine's own loop says that it gets on, and how much KV is in use.
 
     Raises RequestError for arguments that are busway's, and for a prefill or decode worker without a KV transceiver
     (None is off [A]: its handoffs could never work).
@@ -35,7 +37,7 @@ def llm_kwargs(engine_args: Mapping[str, str], *, role: RoleName, model_path: st
             'such as {"backend":"NIXL","kv_transfer_timeout_ms":20000}',
             param=TRANSCEIVER,
         )
-    return {**kwargs, "model": model_path, "skip_tokenizer_init": True}
+    return {STATISTICS: True, **kwargs, "model": model_path, "skip_tokenizer_init": True}
 
 
 def with_words(engine_args: Mapping[str, str], words: Sequence[str]) -> dict[str, str]:

@@ -211,7 +211,7 @@ async def _watch_statistics(llm: Llm, book: LoadBook) -> None:
     """Feed iteration statistics into the book; the iterator ends whenever the engine idles."""
     while True:
         async for statistics in llm.get_stats_async(timeout=STATISTICS_IDLE_S):
-            book.observe(statistics)
+            book.observe(statistics, now_s())
         await asyncio.sleep(STATISTICS_PAUSE_S)
 
 

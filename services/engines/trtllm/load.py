@@ -1,6 +1,7 @@
 """The load: counted from our own legs at once, KV usage corrected by the engine's iteration statistics. Pure.
 
-Statistics come late and stop when the engine idles, so what was last heard is forgotten when nothing is left here.
+Statistics come late and stop when the engine idles, so what was last heard is forgotten soon, and when nothing is left
+here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,8 @@ import msgspec
 
 from services.engines.protocol import EngineLoad
 from services.engines.trtllm.held import HeldKv
+
+STALE_AFTER_S = 1.0
 
 
 class Totals(msgspec.Struct, kw_only=True):
@@ -53,14 +56,16 @@ class LoadBook:
         self._max_num_seqs = max_num_seqs
         self._held = held
         self._used_blocks: dict[int, int] = {}
+        self._heard_at = 0.0
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold the KV of this many tokens."""
         return -(-num_tokens // self._block_size)
 
-    def observe(self, statistics: Mapping[str, Any]) -> None:
+    def observe(self, statistics: Mapping[str, Any], now: float) -> None:
         """Take one iteration's statistics [Y: publisher.py]; each attention-DP rank has its own."""
         self.totals.num_iterations += 1
+        self._heard_at = now
         cache = statistics.get("kvCacheStats")
         if cache:
             self._used_blocks[int(statistics.get("attentionDpRank") or 0)] = int(cache["usedNumBlocks"])
@@ -71,7 +76,7 @@ class LoadBook:
         live = [leg for leg in all_legs if not leg.is_muted]
         num_held, held_blocks = self._held.totals(now)
         own_blocks = held_blocks + sum(self.num_blocks_for(leg.num_tokens) for leg in all_legs)
-        if not own_blocks:
+        if not own_blocks or now - self._heard_at > STALE_AFTER_S:
             self._used_blocks.clear()
         used = min(self._total_blocks, sum(self._used_blocks.values()) or own_blocks)
         running = min(len(live), self._max_num_seqs)

@@ -282,7 +282,7 @@ async def test_prefill_hears_that_its_kv_was_fetched_and_holds_it_no_longer():
 
 
 async def test_kv_that_nobody_fetches_is_held_until_the_engines_timeout():
-    async with scene_of(engine_args=SOON) as scene:
+    async with scene_of(engine_args=SOON | {"enable_iter_perf_stats": "false"}) as scene:
         p, request = scene["p"], request_for(prompt(20), max_tokens=4)
         await handed_over(p, request)
         p.engine.abort(request.attempt_id)

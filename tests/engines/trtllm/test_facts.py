@@ -3,6 +3,9 @@
 import pytest
 
 from schemas.errors import EngineError
+from schemas.ids import new_attempt_id
+from services.engines.trtllm.held import HeldKv
+from services.engines.trtllm.load import STALE_AFTER_S, LoadBook
 from tests.engines.paged.fleet import decode_leg, prompt, request_for
 from tests.engines.trtllm.scene import TRANSCEIVER, Scene, scene_of, seated
 
@@ -40,16 +43,16 @@ async def test_engines_whose_kv_cant_be_shared_differ_in_layout_and_those_of_oth
 
 
 async def test_the_capacity_comes_from_statistics_where_there_is_no_other_answer():
-    args = {"enable_iter_perf_stats": "true"}
-    async with seated(Scene(), "both", knows_capacity=False, engine_args=args) as seat:
+    async with seated(Scene(), "both", knows_capacity=False) as seat:
         assert (seat.host.profile.block_size, seat.host.profile.total_kv_blocks) == (4, 256)
+    silent = {"enable_iter_perf_stats": "false"}
     with pytest.raises(EngineError, match="enable_iter_perf_stats"):
-        async with seated(Scene(), "both", knows_capacity=False):
+        async with seated(Scene(), "both", knows_capacity=False, engine_args=silent):
             pass
 
 
 async def test_the_load_is_known_at_once_and_corrected_by_the_engines_statistics():
-    args = {"enable_iter_perf_stats": "true", "max_batch_size": "2"}
+    args = {"max_batch_size": "2"}
     async with seated(Scene(), "both", engine_args=args) as seat:
         with seat.paused("context"):
             requests = [request_for(prompt(10, salt), max_tokens=30) for salt in range(3)]
@@ -63,6 +66,28 @@ async def test_the_load_is_known_at_once_and_corrected_by_the_engines_statistics
         for request in requests:
             await seat.host.output(request.attempt_id)
         await seat.until_empty()
+
+
+async def test_one_long_prompt_is_progress_all_the_while():
+    """By the engine's own statistics: nothing else comes of it until its first token."""
+    async with seated(Scene(), "both") as seat:
+        with seat.paused("context"):
+            seat.engine.decode(decode_leg(request_for(prompt(10), max_tokens=2)))
+            for _ in range(3):
+                progress = seat.engine.load().progress
+                await seat.host.until(lambda progress=progress: seat.engine.load().progress > progress)
+
+
+def test_what_an_idle_engine_said_last_is_not_believed_for_long():
+    """Its last statistics may be of before it held the KV that waits."""
+    held = HeldKv(60.0)
+    held.hold(new_attempt_id(), 5, 10.0)
+    book = LoadBook(block_size=4, total_blocks=100, max_num_seqs=8, held=held)
+    book.observe({"kvCacheStats": {"usedNumBlocks": 1}}, 10.0)
+    assert book.load([], 10.0 + STALE_AFTER_S).kv_blocks_used == 1
+    assert book.load([], 10.1 + STALE_AFTER_S).kv_blocks_used == 5
+    book.observe({"kvCacheStats": {"usedNumBlocks": 7}}, 20.0)
+    assert book.load([], 20.0).kv_blocks_used == 7
 
 
 async def test_an_unset_transfer_timeout_is_warned_of(caplog):

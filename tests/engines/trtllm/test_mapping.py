@@ -283,6 +283,7 @@ def test_engine_arguments_go_to_the_llm_verbatim():
     assert llm_kwargs(args, role="prefill", model_path="/m") == {
         "model": "/m",
         "skip_tokenizer_init": True,
+        "enable_iter_perf_stats": True,
         "cache_transceiver_config": {"backend": "UCX"},
         "revision": "7",
         "tensor_parallel_size": 2,
