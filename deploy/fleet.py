@@ -12,6 +12,7 @@ from schemas.errors import BusError
 from schemas.hop import Ok
 from schemas.ids import WorkerId
 from schemas.worker import LoadReport, RuntimeConfig, ServiceRecord
+from services.router.candidates import short_contexts
 
 LOAD_TIMEOUT_S = 1.0
 
@@ -68,6 +69,7 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     routers: list[ServiceRow]
     gateways: list[ServiceRow]
     incompatible: list[IncompatiblePair]
+    short_contexts: list[str]
 
 
 async def read_fleet(bus: Bus) -> FleetStatus:
@@ -85,6 +87,7 @@ async def read_fleet(bus: Bus) -> FleetStatus:
             routers=_service_rows(records, "router", fleet.routers),
             gateways=_service_rows(records, "gateway", fleet.gateways),
             incompatible=incompatible_pairs(workers),
+            short_contexts=short_contexts(worker for worker in workers if worker.worker_id in fleet.workers),
         )
 
 
@@ -111,6 +114,7 @@ def why_incompatible(prefill: RuntimeConfig, decode: RuntimeConfig) -> str:
         ("KV dtype", prefill.kv_dtype, decode.kv_dtype),
         ("block size", prefill.block_size, decode.block_size),
         ("KV layout", prefill.kv_layout, decode.kv_layout),
+        ("KV transfer", prefill.kv_transport, decode.kv_transport),
     )
     differences = [f"{name} {mine} != {theirs}" for name, mine, theirs in traits if mine != theirs]
     return "; ".join(differences) or f"compatibility group {prefill.compat} != {decode.compat}"

@@ -21,6 +21,8 @@ def print_fleet(fleet: FleetStatus) -> None:
     console.print(_service_table(services))
     for pair in fleet.incompatible:
         console.print(f"[yellow]never paired[/]: {pair.prefill} and {pair.decode} ({pair.model}): {pair.reason}")
+    for reason in fleet.short_contexts:
+        console.print(f"[yellow]short context[/]: {reason}")
 
 
 def _worker_table(rows: Iterable[WorkerRow]) -> Table:

@@ -17,7 +17,7 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     the worker's memory).
 
     `epoch` is new at each start: Unix time in nanoseconds. `compat` is the digest that prefill and decode must share
-    (backend, model digest, KV layout). `total_kv_blocks` x `block_size` is the KV capacity in tokens.
+    (backend, model digest, KV layout, what moves the KV). `total_kv_blocks` x `block_size` is the KV capacity, tokens.
     `revision` counts changes within an epoch. With more than `max_waiting` requests waiting the worker answers
     `busy` (0: it doesn't say). `can_resume_exactly`: a completion begun elsewhere (or here) goes on with the very same
     tokens, because noise is positional and arithmetic is deterministic. `has_kv_events`: it tells what its prefix
@@ -41,6 +41,7 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     max_waiting: int = 0
     kv_layout: str = ""
     kv_dtype: str = ""
+    kv_transport: str = ""
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
@@ -53,6 +54,11 @@ class RuntimeConfig(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     host: str = ""
     pid: int = 0
     metrics_url: str = ""
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Prompt and completion together that this worker can hold at most."""
+        return min(self.max_context_tokens, self.block_size * self.total_kv_blocks)
 
 
 class ServiceRecord(Message, frozen=True, kw_only=True, omit_defaults=True, tag="service_record.v1"):

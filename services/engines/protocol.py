@@ -39,7 +39,8 @@ OwnMetrics = Callable[[], Awaitable[bytes]]
 class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine knows of itself; sizes as in schemas.worker.RuntimeConfig, from the engine, not flags.
 
-    `kv_layout` is the digest of everything both sides of a transfer must share. `own_metrics` is None where the engine
+    `kv_layout` is the digest of everything both sides of a transfer must share, `kv_transport` what moves the KV ("":
+    the engine's own business). `own_metrics` is None where the engine
     has no series but those of EngineLoad. `computes_prompts`: in the role decode it can serve whole requests, too.
     """
 
@@ -54,6 +55,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     kv_dtype: str
     engine_version: str
+    kv_transport: str = ""
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1

@@ -86,7 +86,10 @@ def _path(
     decode = [worker for worker in ready if worker.role == "decode"]
     decode_groups = {worker.compat for worker in decode}
     num_both = sum(worker.role == "both" for worker in ready)
+    pair_groups = prefill_groups & decode_groups
     lenient = [worker for worker in decode if not (worker.is_strict or has_strict_router)]
+    # Any of these may get a request, so the least of their contexts counts.
+    serving = [it for it in ready if it.role == "both" or (it.compat in pair_groups if pair_groups else it in lenient)]
     return ModelPath(
         model=model,
         digest=digest,
@@ -96,13 +99,8 @@ def _path(
         num_routers=num_routers,
         num_starting=sum(worker.state == "starting" for worker in workers),
         num_draining=sum(worker.state == "draining" for worker in workers),
-        is_disaggregated=bool(prefill_groups & decode_groups),
+        is_disaggregated=bool(pair_groups),
         is_aggregated=num_both > 0 or bool(lenient),
         is_strict=bool(decode) and not lenient,
-        max_context_tokens=min((_context(worker) for worker in ready), default=0),
+        max_context_tokens=min((it.longest_sequence_tokens for it in serving or ready), default=0),
     )
-
-
-def _context(worker: RuntimeConfig) -> int:
-    """Return the longest sequence a worker can hold; any ready worker may get the request, so the least counts."""
-    return min(worker.max_context_tokens, worker.block_size * worker.total_kv_blocks)

@@ -82,6 +82,26 @@ def incompatibilities(configs: Sequence[RuntimeConfig]) -> list[str]:
     return reasons
 
 
+def short_contexts(configs: Iterable[RuntimeConfig]) -> list[str]:
+    """Return, for each model whose workers hold sequences of different lengths, who is the least: any of them may get a
+    request, so that is what gateways let in."""
+    by_model: dict[tuple[str, str], list[RuntimeConfig]] = {}
+    for config in configs:
+        if config.state == "ready":
+            by_model.setdefault((config.model, config.model_digest), []).append(config)
+    reasons = []
+    for (model, _), workers in by_model.items():
+        lengths = {one.longest_sequence_tokens for one in workers}
+        if len(lengths) > 1:
+            least = min(lengths)
+            shortest = ", ".join(sorted(one.worker_id for one in workers if one.longest_sequence_tokens == least))
+            reasons.append(
+                f"prompt and answer of {model} may have {least} tokens: no more fit {shortest}; "
+                f"others hold {max(lengths)}"
+            )
+    return reasons
+
+
 def _usable(configs: Iterable[RuntimeConfig], load_of: LoadOf) -> list[Candidate]:
     """Return the workers that take new work. A suspect one doesn't count, as if it were gone already: it let a hop's
     second pass, and it isn't overload that others would have to wait for."""
@@ -129,6 +149,7 @@ def _differences(one: RuntimeConfig, other: RuntimeConfig) -> list[str]:
         "model digest": (one.model_digest, other.model_digest),
         "KV layout": (one.kv_layout, other.kv_layout),
         "KV dtype": (one.kv_dtype, other.kv_dtype),
+        "KV transfer": (one.kv_transport, other.kv_transport),
         "handoff": (one.handoff, other.handoff),
     }
     return [name for name, (mine, theirs) in pairs.items() if mine != theirs]

@@ -11,7 +11,7 @@ from bus.discovery import Fleet
 from bus.serving import Serving
 from schemas.request import GenerateRequest
 from schemas.worker import Record, RuntimeConfig
-from services.router.candidates import incompatibilities
+from services.router.candidates import incompatibilities, short_contexts
 from services.router.router import PrefillRouter
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,9 @@ class FleetWatch:
             self._router.worker_left(config.worker_id, config.epoch)
 
     def _explain(self) -> None:
-        """Log each reason of incompatibility once."""
-        reasons = set(incompatibilities(list(self._fleet.workers.values())))
+        """Log once whatever keeps workers from being paired, or prompts from being as long as others could hold."""
+        workers = list(self._fleet.workers.values())
+        reasons = {*incompatibilities(workers), *short_contexts(workers)}
         for reason in sorted(reasons - self._reasons):
             logger.warning(reason)
         self._reasons = reasons

@@ -19,11 +19,13 @@ def worker_id(config: WorkerConfig) -> WorkerId:
 
 
 def compat_digest(profile: EngineProfile) -> str:
-    """Return what prefill and decode must share: backend, weights and tokenizer, KV layout and dtype, handoff.
+    """Return what prefill and decode must share: backend, weights and tokenizer, KV layout and dtype, what moves the
+    KV, handoff.
 
     The handoff is in it because a queue group is chosen by nothing but this digest.
     """
-    parts = (profile.backend, profile.card.digest, profile.kv_layout, profile.kv_dtype, profile.handoff)
+    kv = (profile.kv_layout, profile.kv_dtype, profile.kv_transport)
+    parts = (profile.backend, profile.card.digest, *kv, profile.handoff)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
@@ -52,6 +54,7 @@ def runtime_config(config: WorkerConfig, profile: EngineProfile, worker: WorkerI
         max_waiting=max_waiting(config, profile),
         kv_layout=profile.kv_layout,
         kv_dtype=profile.kv_dtype,
+        kv_transport=profile.kv_transport,
         tp_size=profile.tp_size,
         pp_size=profile.pp_size,
         dp_size=profile.dp_size,

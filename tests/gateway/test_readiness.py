@@ -5,6 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from schemas.ids import WorkerId
+from schemas.worker import RuntimeConfig
 from services.gateway.readiness import ModelPath, model_paths
 from tests.gateway.conftest import MODEL, runtime_config
 
@@ -49,6 +51,18 @@ def test_the_context_is_what_any_ready_worker_can_hold() -> None:
     assert path(P, D).max_context_tokens == 512
     assert path(P, small_pool).max_context_tokens == 64
     assert path(P, D, msgspec.structs.replace(small_pool, state="starting")).max_context_tokens == 512
+
+
+def test_a_small_worker_that_gets_no_request_leaves_the_context_as_it_is() -> None:
+    def small(worker: RuntimeConfig, **changes: str) -> RuntimeConfig:
+        return msgspec.structs.replace(worker, worker_id=WorkerId("small"), max_context_tokens=20, **changes)
+
+    for lonely in (small(P, compat="other"), small(D, compat="other")):
+        assert path(P, D, lonely).max_context_tokens == 512
+    assert path(P, D, small(D)).max_context_tokens == 20
+    assert path(P, D, small(BOTH, compat="other")).max_context_tokens == 20
+    assert path(P, small(D, compat="other")).max_context_tokens == 20
+    assert path(BOTH, small(STRICT)).max_context_tokens == 512
 
 
 def test_of_two_digests_the_complete_one_whose_workers_are_newest_serves() -> None:

@@ -2,12 +2,13 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from schemas.errors import CapacityError, UnavailableError
 from schemas.ids import Epoch, WorkerId
 from schemas.worker import RuntimeConfig
-from services.router.candidates import Candidate, decode_partners, find_path, incompatibilities
+from services.router.candidates import Candidate, decode_partners, find_path, incompatibilities, short_contexts
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Picker
 from tests.router.conftest import MakeConfig
@@ -68,6 +69,24 @@ def test_workers_of_other_weights_are_never_paired(make_config: MakeConfig) -> N
 
 def test_a_compatible_fleet_has_no_reasons(make_config: MakeConfig) -> None:
     assert incompatibilities([make_config("p", "prefill"), make_config("d", "decode"), make_config("b", "both")]) == []
+
+
+def test_who_moves_kv_otherwise_is_told_so(make_config: MakeConfig) -> None:
+    pair = (("p", "prefill", "c1", "shm"), ("d", "decode", "c2", "nixl"))
+    configs = [
+        msgspec.structs.replace(make_config(name, role, compat=compat), kv_transport=transport)  # type: ignore[arg-type]
+        for name, role, compat, transport in pair
+    ]
+    assert {reason.rpartition(": ")[2] for reason in incompatibilities(configs)} == {"differs in KV transfer"}
+
+
+def test_whoever_makes_prompts_short_is_named(make_config: MakeConfig) -> None:
+    alike = [make_config("p", "prefill"), make_config("d", "decode")]
+    assert short_contexts(alike) == []
+    small_pool = msgspec.structs.replace(make_config("small", "decode"), total_kv_blocks=2)
+    (reason,) = short_contexts([*alike, small_pool])
+    assert reason == "prompt and answer of m may have 32 tokens: no more fit small; others hold 1600"
+    assert short_contexts([*alike, msgspec.structs.replace(small_pool, state="draining")]) == []
 
 
 def test_a_full_pair_is_429_and_never_falls_back_on_decode(make_config: MakeConfig) -> None:

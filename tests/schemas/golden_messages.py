@@ -233,6 +233,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         max_context_tokens=2048,
         kv_layout="0011",
         kv_dtype="float32",
+        kv_transport="nixl",
         tp_size=2,
         pp_size=3,
         dp_size=4,

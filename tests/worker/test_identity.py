@@ -34,6 +34,7 @@ PROFILE = EngineProfile(
         {"card": ModelCard(model="m", digest="d2", tokenizer_json="{}")},
         {"kv_layout": "l2"},
         {"kv_dtype": "bfloat16"},
+        {"kv_transport": "shm"},
         {"handoff": "rendezvous"},
     ],
 )

@@ -77,7 +77,7 @@ class PagedEngine:
                 self._answers = Answers(self._site)
                 tasks.create_task(_forget_what_is_over(self._site), name="handoff-housekeeping")
                 tasks.create_task(self._mover.join(), name="kv-mover")
-                ready(_profile(spec, self._handoff))
+                ready(_profile(spec, self._handoff, self._mover.transport))
                 await self._desk.join()
         finally:
             await self._desk.stop()
@@ -271,7 +271,7 @@ def _with_arrival(timings: Timings, arrived: Timings | None) -> Timings:
     return msgspec.structs.replace(arrived, decode_s=timings.decode_s)
 
 
-def _profile(spec: RunnerSpec, handoff: HandoffMode) -> EngineProfile:
+def _profile(spec: RunnerSpec, handoff: HandoffMode, kv_transport: str) -> EngineProfile:
     layout = spec.layout
     is_rendezvous = handoff == "rendezvous"
     return EngineProfile(
@@ -285,6 +285,7 @@ def _profile(spec: RunnerSpec, handoff: HandoffMode) -> EngineProfile:
         max_context_tokens=spec.max_context_tokens,
         kv_layout=layout.digest(),
         kv_dtype=layout.dtype,
+        kv_transport=kv_transport,
         engine_version=spec.engine_version,
         tp_size=layout.tp_size,
         bootstrap=BootstrapEndpoint() if is_rendezvous else None,
