@@ -52,7 +52,7 @@ def test_it_serves_shows_its_fleet_and_stops_without_a_trace(home: Home) -> None
         assert [row["id"] for row in fleet["gateways"]] == ["gateway-0"]
         assert [row["url"] for row in fleet["gateways"]] == [served.url]
         assert [row["id"] for row in fleet["routers"]] == ["router-0"]
-        assert fleet["incompatible", "short_contexts"] == []
+        assert fleet["incompatible"] == fleet["short_contexts"] == []
         assert "prefill-0" in home.run("status").stdout
 
         chat = home.run("chat", "Hello!", "--max-tokens", "8")
