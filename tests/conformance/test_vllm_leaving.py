@@ -33,8 +33,8 @@ async def test_prompts_that_were_aborted_are_not_computed(desk: Desk) -> None:
 
 
 async def test_a_decode_aborted_before_its_fetch_gives_the_kv_back_within_the_lease(desk: Desk) -> None:
-    """Nobody tells prefill here but the two engines, which have met before: at their first contact vLLM's handshake comes
-    too late for it, and the lease has to end."""
+    """Nobody tells prefill here but the two engines, which have met before: at their first contact vLLM's handshake
+    comes too late for it, and the lease has to end."""
     was_asked, may_answer = asyncio.Event(), asyncio.Event()
 
     async def slowly(message: LeaseRequest, call: object) -> Verdict:
