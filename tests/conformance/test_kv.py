@@ -158,6 +158,7 @@ def of_backend(record: RuntimeConfig, backend: str) -> RuntimeConfig:
         max_context_tokens=record.max_context_tokens,
         kv_layout=record.kv_layout,
         kv_dtype=record.kv_dtype,
+        kv_transport=record.kv_transport,
         engine_version=record.engine_version,
     )
     own = msgspec.structs.replace(profile, backend=record.backend)
