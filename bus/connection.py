@@ -114,7 +114,7 @@ class Bus:
                     await bus._leave()
         finally:
             link.is_leaving = True
-            await _close(client)
+            await _close(client, link)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -332,7 +332,8 @@ async def _connect(url: str, name: str, inbox: str, link: Link, timeout_s: float
                 pending_size=OUTBOUND_LIMIT_BYTES,
             )
     except TimeoutError:
-        raise BusUnavailableError(f"no connection to NATS within {timeout_s} s: {link.last_error}") from None
+        why = str(link.last_error or "") or "it takes connections and says nothing"
+        raise BusUnavailableError(f"no connection to NATS within {timeout_s} s: {why}") from None
     except (Error, OSError) as error:
         raise BusUnavailableError(f"NATS refused the connection: {error}") from error
     client.options["allow_reconnect"] = True
@@ -340,7 +341,11 @@ async def _connect(url: str, name: str, inbox: str, link: Link, timeout_s: float
     return client
 
 
-async def _close(client: NatsClient) -> None:
+async def _close(client: NatsClient, link: Link) -> None:
+    if not link.is_up.is_set():
+        # nats-py would write what waits for a reconnect to the closed transport, which uvloop's doesn't take.
+        client._pending.clear()
+        client._pending_data_size = 0
     with contextlib.suppress(TimeoutError, Error, OSError):
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await client.close()

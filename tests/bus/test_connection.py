@@ -244,6 +244,13 @@ async def test_a_wrong_login_fails_at_once_and_a_dead_address_within_the_timeout
             pytest.fail("connected to nothing")
 
 
+async def test_a_server_that_takes_connections_and_says_nothing_is_said_to() -> None:
+    async with NatsServer() as server, frozen(server.pid):
+        with pytest.raises(BusUnavailableError, match="says nothing"):
+            async with Bus.connect(server.internal_url, name="x", client_id="x", timeout_s=0.3):
+                pytest.fail("let in")
+
+
 async def test_too_large_a_message_is_a_typed_error_with_both_numbers(bus_factory: BusFactory) -> None:
     async with bus_factory() as bus:
         limit = bus.max_payload_bytes

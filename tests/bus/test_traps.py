@@ -1,11 +1,13 @@
 """The traps of NATS and nats-py that this package exists to keep from everyone else, each staged for real."""
 
 import asyncio
+import threading
 import time
 from contextlib import AsyncExitStack
 
 import nats
 import pytest
+import uvloop
 
 from bus.connection import OUTBOUND_LIMIT_BYTES, Bus
 from bus.deadlines import check_deadlines
@@ -214,6 +216,22 @@ async def test_a_server_killed_in_mid_request_costs_no_more_than_the_timeout() -
             server.kill()
         assert isinstance(asked.result(), BusUnavailableError | AckTimeoutError)
         assert time.monotonic() - started < 1.5
+
+
+async def test_leaving_while_the_server_is_away_under_uvloop_is_no_error() -> None:
+    """nats-py writes what it has kept to the closed transport; uvloop's raises RuntimeError then."""
+    is_connected = threading.Event()
+
+    async def live(url: str) -> None:
+        async with Bus.connect(url, name="u", client_id="u") as bus:
+            is_connected.set()
+            await wait_until(lambda: not bus.is_connected)
+            await bus.publish("t.kept", b"for later")
+
+    async with NatsServer() as server, asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(lambda: uvloop.run(live(server.internal_url))))
+        await asyncio.to_thread(is_connected.wait, 5)
+        server.kill()
 
 
 async def _fails(bus: Bus) -> BuswayError:
