@@ -19,3 +19,8 @@ def prompt_digest(request: GenerateRequest) -> str:
 def num_prompt_tokens(request: GenerateRequest) -> int:
     """Return how many tokens' KV a handoff of this request moves: resumed ones are part of the prompt."""
     return len(request.token_ids) + len(request.resume)
+
+
+def prompt_ids(request: GenerateRequest) -> list[int]:
+    """Return the ids whose KV that is."""
+    return [*request.token_ids, *request.resume]

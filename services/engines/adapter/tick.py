@@ -5,13 +5,9 @@ an engine step, because it makes one message a stream subject out of each.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import Sequence
 
 from services.engines.protocol import Emit, EngineEvent
-
-T = TypeVar("T")
 
 
 class TickEmitter:
@@ -32,15 +28,3 @@ class TickEmitter:
         events, self._pending = self._pending, []
         if events:
             self._emit(events)
-
-
-async def relay(
-    outputs: AsyncGenerator[T, None], translate: Callable[[T], Sequence[EngineEvent]], ticks: TickEmitter
-) -> None:
-    """Feed one request's outputs, translated, into the common emit until they end; closes the generator.
-
-    Raises what the generator raises: what that means to the request is the engine's adapter's to say.
-    """
-    async with aclosing(outputs):
-        async for output in outputs:
-            ticks.add(translate(output))

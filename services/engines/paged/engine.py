@@ -6,8 +6,7 @@ handoffs no sequences: they meet at the Desk.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,7 +18,6 @@ from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.peer import AgentMetadata
 from services.config import HandoffMode
-from services.engines.logged import logged
 from services.engines.paged.answers import Answers
 from services.engines.paged.desk import Notice
 from services.engines.paged.handoff import HandoffOptions, HandoffSite, Leg
@@ -31,6 +29,7 @@ from services.engines.paged.rendezvous import MeetDecode, MeetPrefill
 from services.engines.paged.runner import ModelRunner, RunnerSpec
 from services.engines.pause import PausePoints
 from services.engines.protocol import CacheChanged, Emit, EngineEvent, EngineLoad, EngineProfile, PeerLink
+from services.engines.tasks import one_error, spawner
 from services.kv.lease import LeaseTable
 from services.kv.mover import Mover
 from services.kv.process import host_id
@@ -72,7 +71,7 @@ class PagedEngine:
         try:
             spec = await self._desk.start(self._on_notices)
             agent = await self._serve_pool(spec, worker, epoch)
-            async with _one_error(), asyncio.TaskGroup() as tasks:
+            async with one_error(), asyncio.TaskGroup() as tasks:
                 self._site = self._make_site(spec, agent, worker, peers, emit, tasks)
                 self._answers = Answers(self._site)
                 tasks.create_task(_forget_what_is_over(self._site), name="handoff-housekeeping")
@@ -185,12 +184,7 @@ class PagedEngine:
         emit: Emit,
         tasks: asyncio.TaskGroup,
     ) -> HandoffSite:
-        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            task = tasks.create_task(logged(coroutine, name), name=name)
-            task.add_done_callback(lambda _: coroutine.close())  # one cancelled before it began was never awaited
-            return task
-
-        mover = self._mover
+        mover, spawn = self._mover, spawner(tasks)
         return HandoffSite(
             desk=self._desk,
             mover=mover,
@@ -235,17 +229,6 @@ class PagedEngine:
                 leg.notice(notice)
         if events:
             site.emit(events)
-
-
-@asynccontextmanager
-async def _one_error() -> AsyncIterator[None]:
-    """Raise the one error of a task group as itself."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise
 
 
 async def _forget_what_is_over(site: HandoffSite) -> None:

@@ -17,12 +17,13 @@ from schemas.errors import (
     WorkerLostError,
     error_from,
 )
-from schemas.frames import Begun, Failed, Finished, Timings, Tokens, Usage
+from schemas.frames import Timings, Usage
 from schemas.handoff import BootstrapInfo
 from schemas.hop import DecodeRequest
 from schemas.ids import Epoch, WorkerId
 from schemas.peer import Landed, MeetRequest, Verdict
-from services.engines.prompt import num_prompt_tokens, prompt_digest
+from services.engines.adapter.frames import CompletionFrames, usage_of
+from services.engines.prompt import num_prompt_tokens, prompt_digest, prompt_ids
 from services.engines.protocol import EngineEvent
 from services.engines.sglang.sampling import sampling_values
 from services.engines.sglang.site import RETRY_GAP_S, Site
@@ -38,7 +39,7 @@ class DecodeLeg:
         self._request = leg.request
         self._bootstrap = bootstrap
         self._rid = fresh_rid()
-        self._next_seq = len(leg.request.resume)
+        self._frames = CompletionFrames(leg.request)
         self._num_cached_tokens = 0
         self._began_at = time.monotonic()
         self._first_token_at: float | None = None
@@ -58,18 +59,16 @@ class DecodeLeg:
         events: list[EngineEvent] = []
         if output.token_ids and self._first_token_at is None:
             self._note_first(output)
-            events.append(Begun(self._request.attempt_id, self._timings()))
+            events.append(self._frames.begun(self._timings()))
         if output.token_ids:
-            events.append(Tokens(self._request.attempt_id, self._next_seq, output.token_ids, output.logprobs))
-            self._next_seq += len(output.token_ids)
+            events.append(self._frames.tokens(output.token_ids, output.logprobs))
             self._site.totals.num_generated_tokens += len(output.token_ids)
         error = output.error or self._cut_short(output)
         if error is not None:
             self._lose(error, events)
         elif output.finish is not None:
-            usage, timings = self._usage(), self._timings()
+            finished = self._frames.finished(output.finish, self._usage(), self._timings())
             self._leave()
-            finished = Finished(self._request.attempt_id, self._next_seq, output.finish, usage, timings)
             self._site.ticks.add([*events, finished])
         else:
             self._site.ticks.add(events)
@@ -155,7 +154,7 @@ class DecodeLeg:
             self,
             Submission(
                 rid=self._rid,
-                token_ids=[*request.token_ids, *request.resume],
+                token_ids=prompt_ids(request),
                 sampling=sampling_values(request, site.limits),
                 num_logprobs=request.num_logprobs,
                 cache_salt=request.cache_salt,
@@ -187,7 +186,7 @@ class DecodeLeg:
         self._leave()
         self._site.abort(self._rid)
         if error is not None:
-            self._site.ticks.add([*events, Failed(self._request.attempt_id, self._next_seq, error.record())])
+            self._site.ticks.add([*events, self._frames.failed(error)])
 
     def _leave(self) -> None:
         self._stop_watch()
@@ -203,20 +202,14 @@ class DecodeLeg:
 
     def _cut_short(self, output: Output) -> BuswayError | None:
         """Return an error for a completion that SGLang ended before its length, as it does where its pool is small."""
-        max_tokens = self._request.stop.max_tokens
-        if output.finish != "length" or self._next_seq >= max_tokens:
+        num_tokens, max_tokens = self._frames.num_tokens, self._request.stop.max_tokens
+        if output.finish != "length" or num_tokens >= max_tokens:
             return None
-        return EngineError(f"SGLang cut the completion short: {self._next_seq} of {max_tokens} tokens")
+        return EngineError(f"SGLang cut the completion short: {num_tokens} of {max_tokens} tokens")
 
     def _usage(self) -> Usage:
-        num_prompt = len(self._request.token_ids)
-        num_cached = min(self._num_cached_tokens, num_prompt)
-        return Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=self._next_seq,
-            cached_tokens=num_cached,
-            num_computed_prompt_tokens=0 if self._bootstrap is not None else num_prompt - num_cached,
-        )
+        is_remote = self._bootstrap is not None
+        return usage_of(self._request, self._frames.num_tokens, self._num_cached_tokens, is_remote=is_remote)
 
     def _timings(self) -> Timings:
         """Return the phases. What isn't prefill's, as far as that is known by now, was transfer."""

@@ -1,9 +1,8 @@
 """SglangEngine: services.engines.protocol.Engine over sglang.Engine."""
 
 import asyncio
-import hashlib
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -15,8 +14,10 @@ from schemas.kv_events import KvChange
 from schemas.message import Message
 from schemas.model_card import ModelCard
 from schemas.peer import Landed, MeetRequest, Stranded, Verdict
+from services.engines.adapter.load import BlocksLoad, LegsLoad, engine_load
+from services.engines.adapter.profile import layout_digest, limits_of
+from services.engines.adapter.site import running
 from services.engines.adapter.tick import TickEmitter
-from services.engines.logged import logged
 from services.engines.paged.limits import Limits
 from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
 from services.engines.sglang import own_metrics
@@ -28,9 +29,8 @@ from services.engines.sglang.sampling import check_request
 from services.engines.sglang.site import Site
 from services.engines.sglang.thread import EngineThread
 from services.engines.sglang.words import EngineSpec, Gauges, LaunchOptions, Output
+from services.engines.tasks import housekeeping, one_error, spawner
 from services.pass_times import PassTimes
-
-HOUSEKEEPING_S = 60.0
 
 
 class SglangEngine:
@@ -58,22 +58,29 @@ class SglangEngine:
         """See Engine."""
         try:
             spec = await self._thread.start(self._on_outputs, self._on_gauges, self._on_cache)
-            async with asyncio.TaskGroup() as tasks:
-                self._site = self._make_site(spec, worker, epoch, peers, emit, tasks)
-                housekeeping = tasks.create_task(_forget_what_is_over(self._site), name="sglang-housekeeping")
-                ready(self._profile(spec))
-                try:
+            profile = self._profile(spec)
+            async with one_error(), asyncio.TaskGroup() as tasks:
+                site = self._site = Site(
+                    worker=worker,
+                    epoch=epoch,
+                    limits=_limits(spec, profile),
+                    link=peers,
+                    ticks=TickEmitter(emit),
+                    spawn=spawner(tasks),
+                    thread=self._thread,
+                    spec=spec,
+                    lease_s=self._lease_s,
+                    rooms=RoomBook(epoch),
+                )
+                with housekeeping(tasks, site.rooms.forget, "sglang-housekeeping"):
+                    ready(profile)
                     await self._thread.join()
-                finally:
-                    housekeeping.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             await self._thread.stop()
 
     def prefill(self, leg: PrefillRequest) -> None:
         """See Engine."""
-        site = self._running()
+        site = running(self._site)
         if leg.request.attempt_id in site.legs:
             return
         if leg.bootstrap is None or site.spec.endpoint is None:
@@ -84,7 +91,7 @@ class SglangEngine:
 
     def decode(self, leg: DecodeRequest) -> None:
         """See Engine. A leg that is refused lets its prefill go."""
-        site = self._running()
+        site = running(self._site)
         if leg.request.attempt_id in site.legs:
             return
         made = DecodeLeg(site, leg, leg.params if isinstance(leg.params, BootstrapInfo) else None)
@@ -99,13 +106,11 @@ class SglangEngine:
 
     def abort(self, attempt_id: AttemptId, error: ErrorRecord | None = None) -> None:
         """See Engine."""
-        leg = self._running().legs.get(attempt_id)
-        if leg is not None:
-            leg.abort(None if error is None else error_from(error))
+        running(self._site).abort_attempt(attempt_id, error)
 
     async def answer(self, message: Message) -> Message:
         """See Engine."""
-        site = self._running()
+        site = running(self._site)
         leg = site.legs.get(getattr(message, "attempt_id", AttemptId("")))
         match message:
             case MeetRequest():
@@ -126,37 +131,32 @@ class SglangEngine:
 
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """See Engine. SGLang would see it after its heartbeats."""
-        for leg in list(self._running().legs.values()):
+        for leg in list(running(self._site).legs.values()):
             leg.peer_left(worker, epoch)
 
     def load(self) -> EngineLoad:
         """See Engine. Blocks are the scheduler's own count; it answers that between two steps, so its answers are
         progress too."""
-        site = self._running()
-        totals, legs, spec = site.totals, site.legs.values(), site.spec
-        running = sum(leg.is_running() for leg in legs)
-        num_used = -(-self._gauges.num_used_tokens // spec.page_size)
-        return EngineLoad(
-            running=running,
-            waiting=len(legs) - running,
-            num_held=len(site.draining),
-            kv_blocks_used=num_used,
-            kv_blocks_cached=max(0, self._num_cached - num_used),
-            kv_blocks_total=spec.num_tokens // spec.page_size,
-            kv_blocks_quarantined=0,
-            queued_prefill_tokens=sum(leg.num_queued_tokens() for leg in legs),
-            progress=totals.num_outputs + self._gauges.num_reports,
-            kv_transfer_bytes={spec.transfer_backend: totals.num_transfer_bytes} if totals.num_transfer_bytes else {},
-            num_remote_prefills=totals.num_remote_prefills,
-            num_recomputed_tokens=0,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_cached_tokens=totals.num_cached_tokens,
-            num_generated_tokens=totals.num_generated_tokens,
+        site, gauges = running(self._site), self._gauges
+        spec = site.spec
+        num_used = -(-gauges.num_used_tokens // spec.page_size)
+        blocks = BlocksLoad(
+            used=num_used,
+            cached=max(0, self._num_cached - num_used),
+            total=spec.num_tokens // spec.page_size,
+            held=len(site.draining),
+        )
+        return engine_load(
+            LegsLoad.of(site.legs.values()),
+            blocks,
+            site.totals,
+            transport=spec.transfer_backend,
+            progress=site.num_outputs + gauges.num_reports,
             prefill_cost=self._passes.cost(),
         )
 
     def _meet(self, message: MeetRequest) -> Verdict:
-        site = self._running()
+        site = running(self._site)
         leg = site.legs.get(message.attempt_id)
         if isinstance(leg, PrefillLeg):
             return leg.meet(message)
@@ -181,11 +181,6 @@ class SglangEngine:
         if not host or host == FAKE_HOST or not port:
             raise RequestError(f"no prefill can be met at {host}:{port}", param="params")
 
-    def _running(self) -> Site:
-        if self._site is None:
-            raise UnavailableError("the engine isn't ready")
-        return self._site
-
     def _on_outputs(self, outputs: Sequence[Output]) -> None:
         site = self._site
         if site is not None:
@@ -205,31 +200,6 @@ class SglangEngine:
         if self._site is not None:
             self._site.ticks.add([CacheChanged(changes=changes)])
 
-    def _make_site(
-        self,
-        spec: EngineSpec,
-        worker: WorkerId,
-        epoch: Epoch,
-        peers: PeerLink,
-        emit: Emit,
-        tasks: asyncio.TaskGroup,
-    ) -> Site:
-        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            return tasks.create_task(logged(coroutine, name), name=name)
-
-        return Site(
-            worker=worker,
-            epoch=epoch,
-            thread=self._thread,
-            spec=spec,
-            limits=_limits(spec, self._card),
-            link=peers,
-            ticks=TickEmitter(emit),
-            lease_s=self._lease_s,
-            spawn=spawn,
-            rooms=RoomBook(epoch),
-        )
-
     def _profile(self, spec: EngineSpec) -> EngineProfile:
         return EngineProfile(
             backend="sglang",
@@ -247,7 +217,7 @@ class SglangEngine:
             pp_size=spec.pp_size,
             bootstrap=spec.endpoint,
             has_kv_events=spec.has_kv_events,
-            own_metrics=_own_metrics if spec.has_metrics else None,
+            own_metrics=partial(asyncio.to_thread, own_metrics.text) if spec.has_metrics else None,
             computes_prompts=self._options.role != "decode",
         )
 
@@ -256,29 +226,11 @@ def kv_layout(spec: EngineSpec) -> str:
     """Return the digest of what both sides must share: SGLang's version, transfer backend, page size, pipeline; on CPUs
     the tensor parallel size too (SGLang moves KV between unequal ones on GPUs only)."""
     tp_size = spec.tp_size if spec.device == "cpu" else 0
-    parts = (spec.version, spec.transfer_backend, spec.page_size, spec.pp_size, tp_size)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+    return layout_digest(spec.version, spec.transfer_backend, spec.page_size, spec.pp_size, tp_size)
 
 
-def _limits(spec: EngineSpec, card: ModelCard) -> Limits:
+def _limits(spec: EngineSpec, profile: EngineProfile) -> Limits:
     """Return what SGLang serves without cutting a completion short: it does so where prompt (in whole pages) and
     completion, with a page and a token to spare, exceed its pool (sglang/srt/mem_cache/allocator/base.py@0.5.23)."""
-    return Limits(
-        num_blocks=(spec.num_tokens - 1) // spec.page_size - 2,
-        block_size=spec.page_size,
-        max_num_seqs=spec.max_running,
-        max_batched_tokens=spec.max_batched_tokens,
-        max_context_tokens=spec.max_context_tokens,
-        eos_token_ids=card.eos_token_ids,
-        vocab_size=spec.vocab_size,
-    )
-
-
-async def _own_metrics() -> bytes:
-    return await asyncio.to_thread(own_metrics.text)
-
-
-async def _forget_what_is_over(site: Site) -> None:
-    while True:
-        await asyncio.sleep(HOUSEKEEPING_S)
-        site.rooms.forget(time.monotonic())
+    num_blocks = (spec.num_tokens - 1) // spec.page_size - 2
+    return msgspec.structs.replace(limits_of(profile), num_blocks=num_blocks, vocab_size=spec.vocab_size)

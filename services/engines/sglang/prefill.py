@@ -16,7 +16,7 @@ from schemas.handoff import BootstrapInfo
 from schemas.hop import PrefillDone, PrefillFailed, PrefillRequest
 from schemas.ids import Epoch, WorkerId
 from schemas.peer import Landed, MeetRequest, Verdict
-from services.engines.prompt import num_prompt_tokens, prompt_digest
+from services.engines.prompt import num_prompt_tokens, prompt_digest, prompt_ids
 from services.engines.sglang.sampling import sampling_values
 from services.engines.sglang.site import Site
 from services.engines.sglang.words import Output, PromptStats, Submission, fresh_rid
@@ -104,7 +104,7 @@ class PrefillLeg:
             self,
             Submission(
                 rid=self._rid,
-                token_ids=[*request.token_ids, *request.resume],
+                token_ids=prompt_ids(request),
                 sampling=sampling_values(request, site.limits),
                 num_logprobs=request.num_logprobs,
                 cache_salt=request.cache_salt,

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 import msgspec
@@ -11,9 +10,8 @@ from schemas.errors import BuswayError
 from schemas.hop import Ok
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.peer import Landed, Stranded
-from services.engines.adapter.tick import TickEmitter
-from services.engines.paged.limits import Limits
-from services.engines.protocol import PeerLink
+from services.engines.adapter.load import CountedLeg
+from services.engines.adapter.site import Abortable, AdapterSite
 from services.engines.sglang.rooms import RoomBook
 from services.engines.sglang.thread import EngineThread
 from services.engines.sglang.words import EngineSpec, Output, Submission
@@ -24,15 +22,11 @@ RETRY_GAP_S = 0.05
 NUM_TELLS = 3
 
 
-class Leg(Protocol):
+class Leg(Abortable, CountedLeg, Protocol):
     """One attempt on this engine."""
 
     def take(self, output: Output) -> None:
         """Take what a step made of this leg's request."""
-        ...
-
-    def abort(self, error: BuswayError | None) -> None:
-        """Free everything and tell the peer; emit one terminal event when `error` is given, else nothing."""
         ...
 
     def stranded(self, error: BuswayError) -> None:
@@ -47,42 +41,16 @@ class Leg(Protocol):
         """A worker is gone; it may be this leg's peer."""
         ...
 
-    def is_running(self) -> bool:
-        """Whether it has tokens already."""
-        ...
 
-    def num_queued_tokens(self) -> int:
-        """How many prompt tokens are still to be computed here."""
-        ...
+class Site(AdapterSite[Leg], kw_only=True):
+    """`by_rid` are the legs by the id that their request has in the engine; `draining` the requests that only the
+    engine isn't done with yet."""
 
-
-class Totals(msgspec.Struct, kw_only=True):
-    """Counters since start, as in EngineLoad."""
-
-    num_outputs: int = 0
-    num_remote_prefills: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_transfer_bytes: int = 0
-
-
-class Site(msgspec.Struct, kw_only=True):
-    """`legs` by attempt, `by_rid` by the id that the leg's request has in the engine; `draining` are the requests that
-    only the engine isn't done with yet."""
-
-    worker: WorkerId
-    epoch: Epoch
     thread: EngineThread
     spec: EngineSpec
-    limits: Limits
-    link: PeerLink
-    ticks: TickEmitter
     lease_s: float
-    spawn: "Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]"
     rooms: RoomBook
-    totals: Totals = msgspec.field(default_factory=Totals)
-    legs: dict[AttemptId, Leg] = msgspec.field(default_factory=dict)
+    num_outputs: int = 0
     by_rid: dict[str, Leg] = msgspec.field(default_factory=dict)
     draining: set[str] = msgspec.field(default_factory=set)
 
@@ -99,7 +67,7 @@ class Site(msgspec.Struct, kw_only=True):
 
     def take(self, output: Output) -> None:
         """Take what a step made of a request."""
-        self.totals.num_outputs += 1
+        self.num_outputs += 1
         leg = self.by_rid.get(output.rid)
         if output.is_last:
             self.by_rid.pop(output.rid, None)

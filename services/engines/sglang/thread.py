@@ -15,6 +15,7 @@ from typing import Any
 
 from schemas.errors import EngineError
 from schemas.kv_events import KvChange
+from services.engines.adapter.lifetime import Lifetime
 from services.engines.sglang.kv_events import KvEventBook
 from services.engines.sglang.launch import start_engine
 from services.engines.sglang.translate import Translator, arguments_of
@@ -35,7 +36,7 @@ class EngineThread:
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._folder = ""
-        self._home: asyncio.AbstractEventLoop
+        self._life: Lifetime[EngineSpec] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event
         self._begun: asyncio.Event
@@ -44,34 +45,29 @@ class EngineThread:
         self._num_live = 0
         self._pending: list[Output] = []
         self._on_outputs: OnOutputs
-        self._spec: asyncio.Future[EngineSpec]
-        self._died: asyncio.Future[None] | None = None
 
     async def start(self, on_outputs: OnOutputs, on_gauges: OnGauges, on_cache: OnCache) -> EngineSpec:
         """Start the thread and return once the model is loaded. Raises what keeps it from that."""
-        self._home = asyncio.get_running_loop()
-        self._spec, self._died = self._home.create_future(), self._home.create_future()
+        life = self._life = Lifetime[EngineSpec]("SGLang")
         self._on_outputs = on_outputs
         self._folder = tempfile.mkdtemp(prefix="busway-sglang-")
         if threading.current_thread() is threading.main_thread():  # how SGLang's processes say that they failed
-            self._home.add_signal_handler(signal.SIGQUIT, self._child_failed)
-        threading.Thread(target=self._run, args=(on_gauges, on_cache), name="sglang", daemon=True).start()
-        return await self._spec
+            asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, _child_failed, life)
+        threading.Thread(target=self._run, args=(life, on_gauges, on_cache), name="sglang", daemon=True).start()
+        return await life.until_begun()
 
     async def join(self) -> None:
         """Return when the engine has ended; raises what ended it."""
-        assert self._died is not None
-        await asyncio.shield(self._died)
+        assert self._life is not None
+        await self._life.until_ended()
 
     async def stop(self) -> None:
         """End the engine and its processes; waits for it, but not for ever."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
-        if self._died is not None:
-            done, _ = await asyncio.wait([self._died], timeout=STOP_S)
-            for died in done:
-                died.exception()  # `start` or `join` has raised it
+        if self._life is not None:
+            await self._life.ended_within(STOP_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def submit(self, submission: Submission) -> None:
@@ -87,20 +83,19 @@ class EngineThread:
             with contextlib.suppress(RuntimeError):  # it has ended: so have all requests
                 self._loop.call_soon_threadsafe(function, argument)
 
-    def _run(self, on_gauges: OnGauges, on_cache: OnCache) -> None:
+    def _run(self, life: Lifetime[EngineSpec], on_gauges: OnGauges, on_cache: OnCache) -> None:
         # SGLang's processes inherit this mask: a Ctrl-C or a service manager's SIGTERM to the whole group is ours to
         # handle, in order. They end with us: by shutdown, or by the kernel when we are killed.
         signal.pthread_sigmask(signal.SIG_BLOCK, CHILD_SIGNALS)
         try:
-            asyncio.run(self._live(on_gauges, on_cache))
+            asyncio.run(self._live(life, on_gauges, on_cache))
         except BaseException as error:
             cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
-            self._tell(_settle, self._spec, None, cause)
-            self._tell(_settle, self._died, None, cause)
+            life.tell(life.end, cause)
         else:
-            self._tell(_settle, self._died, None, None)
+            life.tell(life.end)
 
-    async def _live(self, on_gauges: OnGauges, on_cache: OnCache) -> None:
+    async def _live(self, life: Lifetime[EngineSpec], on_gauges: OnGauges, on_cache: OnCache) -> None:
         address = f"ipc://{self._folder}/kv-events"
         self._loop = asyncio.get_running_loop()
         self._stopping, self._begun = asyncio.Event(), asyncio.Event()
@@ -111,7 +106,7 @@ class EngineThread:
                 self._tasks.create_task(self._watch_load(on_gauges), name="load")
                 if spec.has_kv_events:
                     self._tasks.create_task(self._watch_cache(address, spec, on_cache), name="kv events")
-                self._tell(_settle, self._spec, spec, None)
+                life.tell(life.begin, spec)
                 await self._stopping.wait()
                 raise _Stopped
         except* _Stopped:
@@ -193,28 +188,15 @@ class EngineThread:
                 if changes:
                     self._tell(on_cache, changes, book.num_blocks)
 
-    def _child_failed(self) -> None:
-        """SIGQUIT: one of SGLang's processes has failed. Its log said why."""
-        error = EngineError("one of SGLang's processes has failed")
-        _settle(self._spec, None, error)
-        if self._died is not None:
-            _settle(self._died, None, error)
-
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # busway's loop has ended
-            self._home.call_soon_threadsafe(function, *arguments)
+        if self._life is not None:
+            self._life.tell(function, *arguments)
 
 
 class _Stopped(Exception):
     """The thread is to end; cancels what runs there."""
 
 
-def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    elif isinstance(error, Exception):
-        future.set_exception(error)
-    else:
-        future.set_exception(EngineError(f"SGLang ended with {type(error).__name__}: {error}"))
+def _child_failed(life: Lifetime[EngineSpec]) -> None:
+    """SIGQUIT: one of SGLang's processes has failed. Its log said why."""
+    life.end(EngineError("one of SGLang's processes has failed"))

@@ -4,13 +4,12 @@ The core is stepped as long as it has anything to do. That includes finished req
 vLLM looks at its transfers' completions, heartbeats and leases only within a step.
 """
 
-import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from schemas.errors import EngineError
+from services.engines.adapter.lifetime import Lifetime
 from services.engines.vllm.launch import start_core
 from services.engines.vllm.own_metrics import OwnMetrics
 from services.engines.vllm.prefix_cache import PrefixCacheView
@@ -34,39 +33,36 @@ class CoreThread:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._idle_s = MIN_IDLE_S
         self._is_stopping = False
-        self._has_died: asyncio.Future[None] | None = None
+        self._life: Lifetime[CoreSpec] | None = None
 
     async def start(self, on_step: OnStep) -> CoreSpec:
         """Start the thread and return once the model is warm. `on_step` gets each step's report on this loop."""
-        loop = asyncio.get_running_loop()
-        spec: asyncio.Future[CoreSpec] = loop.create_future()
-        died = self._has_died = loop.create_future()
+        life = self._life = Lifetime[CoreSpec]("vLLM")
 
         def deliver(report: StepReport) -> None:
-            loop.call_soon_threadsafe(on_step, report)
+            life.tell(on_step, report)
 
         def run() -> None:
             try:
                 core, config, found = start_core(self._options)
                 stepper = Stepper(core, PrefixCacheView(core, found.block_size), OwnMetrics(config))
                 warm_up(stepper, found)
-                loop.call_soon_threadsafe(_settle, spec, found, None)
+                life.tell(life.begin, found)
                 self._serve(stepper, deliver)
             except BaseException as error:
-                loop.call_soon_threadsafe(_settle, spec, None, error)
-                loop.call_soon_threadsafe(_settle, died, None, error)
+                life.tell(life.end, error)
             else:
                 stepper.shutdown()
-                loop.call_soon_threadsafe(_settle, died, None, None)
+                life.tell(life.end)
 
         threading.Thread(target=run, name="vllm-core", daemon=True).start()
-        return await spec
+        return await life.until_begun()
 
     async def join(self) -> None:
         """Return when the thread has ended; raises what ended it."""
-        assert self._has_died is not None
+        assert self._life is not None
         try:
-            await asyncio.shield(self._has_died)
+            await self._life.until_ended()
         except Exception as error:
             raise EngineError(f"vLLM's engine core died: {type(error).__name__}: {error}") from error
 
@@ -74,10 +70,8 @@ class CoreThread:
         """End the thread after the step under way; waits for it, but not for ever."""
         self._is_stopping = True
         self._commands.put(lambda stepper: None)
-        if self._has_died is not None:
-            done, _ = await asyncio.wait([self._has_died], timeout=STOP_S)
-            for died in done:
-                died.exception()  # `start` or `join` has raised it
+        if self._life is not None:
+            await self._life.ended_within(STOP_S)
 
     def submit(self, request: CoreRequest) -> None:
         """Begin a request; if the core refuses it, that is its output."""
@@ -131,14 +125,3 @@ class CoreThread:
             return self._commands.get(timeout=self._idle_s)
         except queue.Empty:
             return None
-
-
-def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    elif isinstance(error, Exception):
-        future.set_exception(error)
-    else:
-        future.set_exception(EngineError(f"vLLM ended with {type(error).__name__}: {error}"))

@@ -5,9 +5,11 @@ what one engine alone would. Prefill's draw has only shown that the request goes
 """
 
 from schemas.errors import BuswayError, EngineError, KvTransferFailedError, error_from
-from schemas.frames import Begun, Failed, Finished, FinishReason, Tokens
+from schemas.frames import Failed, Finished, FinishReason
 from schemas.hop import DecodeRequest
 from schemas.peer import Verdict
+from services.engines.adapter.frames import CompletionFrames
+from services.engines.prompt import num_prompt_tokens, prompt_ids
 from services.engines.protocol import EngineEvent
 from services.engines.vllm.sampling import sampling_values
 from services.engines.vllm.site import Site
@@ -28,7 +30,7 @@ class DecodeLeg:
         self._params: Params | None = source[1] if source is not None else None
         self._tally = Tally(leg, self._params)
         self._core_id = ""
-        self._next_seq = len(leg.request.resume)
+        self._frames = CompletionFrames(leg.request)
         self._withheld: list[EngineEvent] | None = None
 
     def start(self) -> None:
@@ -51,8 +53,7 @@ class DecodeLeg:
             events: list[EngineEvent] = []
             if is_first:
                 self._note_first(output)
-                timings = self._tally.timings(self._site.spec.kv_bytes_per_token)
-                events.append(Begun(self._request.attempt_id, timings))
+                events.append(self._frames.begun(self._tally.timings(self._site.spec.kv_bytes_per_token)))
             self._deliver(events + self._events(output))
             if is_first and self._withheld is not None and self._voucher is not None:
                 self._site.spawn(self._confirm(self._voucher), f"confirm {self._request.attempt_id}")
@@ -73,7 +74,7 @@ class DecodeLeg:
     def num_queued_tokens(self) -> int:
         """See Leg."""
         is_computed_here = self._tally.prompt is None and self._params is None
-        return len(self._request.token_ids) + len(self._request.resume) if is_computed_here else 0
+        return num_prompt_tokens(self._request) if is_computed_here else 0
 
     async def _fetch(self, voucher: Voucher) -> None:
         verdict = await voucher.is_held(self._site.spec.lease_s)
@@ -103,15 +104,14 @@ class DecodeLeg:
 
     def _kv_is_bad(self, why: BuswayError) -> None:
         """Compute the prompt here, or fail, as configured. Tokens that were delivered already can't be taken back."""
-        site, num_resumed = self._site, len(self._request.resume)
+        site = self._site
         site.by_core_id.pop(self._core_id, None)
-        if site.policy == "fail" or self._num_delivered() > num_resumed:
+        if site.policy == "fail" or self._delivered().num_tokens > len(self._request.resume):
             self._end([self._failed(why)])
             return
-        site.totals.num_recomputed_tokens += len(self._request.token_ids) + num_resumed
+        site.totals.num_recomputed_tokens += num_prompt_tokens(self._request)
         self._withheld, self._params = None, None
-        self._tally = Tally(self._leg, None)
-        self._next_seq = num_resumed
+        self._tally, self._frames = Tally(self._leg, None), CompletionFrames(self._request)
         self._submit()
 
     def _submit(self) -> None:
@@ -121,7 +121,7 @@ class DecodeLeg:
         site.core.submit(
             CoreRequest(
                 id=self._core_id,
-                token_ids=[*request.token_ids, *request.resume],
+                token_ids=prompt_ids(request),
                 sampling=sampling_values(request, site.limits, "decode"),
                 cache_salt=request.cache_salt,
                 priority=-request.priority,
@@ -132,22 +132,21 @@ class DecodeLeg:
 
     def _note_first(self, output: CoreOutput) -> None:
         prompt, totals = self._tally.note_first(output), self._site.totals
-        totals.num_prompt_tokens += len(self._request.token_ids) + len(self._request.resume)
+        totals.num_prompt_tokens += num_prompt_tokens(self._request)
         totals.num_cached_tokens += prompt.local_cache
         if self._params is not None:  # vLLM computes what its connector failed to load
             totals.num_recomputed_tokens += prompt.computed
 
     def _events(self, output: CoreOutput) -> list[EngineEvent]:
         events: list[EngineEvent] = []
-        attempt_id, tally = self._request.attempt_id, self._tally
+        frames, tally = self._frames, self._tally
         if output.token_ids:
-            events.append(Tokens(attempt_id, self._next_seq, output.token_ids, output.logprobs))
-            self._next_seq += len(output.token_ids)
+            events.append(frames.tokens(output.token_ids, output.logprobs))
             self._site.totals.num_generated_tokens += len(output.token_ids)
         if output.finish is not None:
             reason: FinishReason = "length" if output.finish == "length" else "stop"
             timings = tally.timings(self._site.spec.kv_bytes_per_token)
-            events.append(Finished(attempt_id, self._next_seq, reason, tally.usage(self._next_seq), timings))
+            events.append(frames.finished(reason, tally.usage(frames.num_tokens), timings))
         return events
 
     def _deliver(self, events: list[EngineEvent]) -> None:
@@ -168,11 +167,11 @@ class DecodeLeg:
     def _is_here(self) -> bool:
         return self._site.legs.get(self._request.attempt_id) is self
 
-    def _num_delivered(self) -> int:
-        return len(self._request.resume) if self._withheld is not None else self._next_seq
+    def _delivered(self) -> CompletionFrames:
+        return self._frames if self._withheld is None else CompletionFrames(self._request)
 
     def _failed(self, error: BuswayError) -> Failed:
-        return Failed(self._request.attempt_id, self._num_delivered(), error.record())
+        return self._delivered().failed(error)
 
     def _engine_error(self, finish: str) -> BuswayError:
         if self._params is not None and self._tally.prompt is None:

@@ -1,22 +1,22 @@
 """VllmEngine: services.engines.protocol.Engine over vLLM's engine core."""
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from functools import partial
 
-import msgspec
-
-from schemas.errors import BuswayError, ErrorRecord, RequestError, UnavailableError, WorkerLostError, error_from
+from schemas.errors import BuswayError, ErrorRecord, RequestError, WorkerLostError
 from schemas.hop import DecodeRequest, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.model_card import ModelCard
 from schemas.peer import ConfirmRequest, LeaseRequest, Verdict
+from services.engines.adapter.load import BlocksLoad, LegsLoad, engine_load
+from services.engines.adapter.profile import layout_digest, limits_of
+from services.engines.adapter.site import running
 from services.engines.adapter.tick import TickEmitter
-from services.engines.logged import logged
-from services.engines.paged.limits import Limits
 from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
+from services.engines.tasks import housekeeping, one_error, spawner
 from services.engines.vllm import own_metrics
 from services.engines.vllm.core import CoreThread
 from services.engines.vllm.decode import DecodeLeg
@@ -25,8 +25,6 @@ from services.engines.vllm.sampling import check_request
 from services.engines.vllm.site import Site
 from services.engines.vllm.words import CoreGauges, CoreSpec, LaunchOptions, StepReport
 from services.pass_times import PassTimes
-
-HOUSEKEEPING_S = 60.0
 
 
 class VllmEngine:
@@ -52,22 +50,28 @@ class VllmEngine:
         """See Engine."""
         try:
             spec = await self._core.start(self._on_step)
-            async with asyncio.TaskGroup() as tasks:
-                self._site = self._make_site(spec, worker, epoch, peers, emit, tasks)
-                housekeeping = tasks.create_task(_forget_what_is_over(self._site), name="vllm-housekeeping")
-                ready(self._profile(spec))
-                try:
+            profile = self._profile(spec)
+            async with one_error(), asyncio.TaskGroup() as tasks:
+                site = self._site = Site(
+                    worker=worker,
+                    epoch=epoch,
+                    limits=limits_of(profile),
+                    link=peers,
+                    ticks=TickEmitter(emit),
+                    spawn=spawner(tasks),
+                    core=self._core,
+                    spec=spec,
+                    policy=self._options.kv_load_failure,
+                )
+                with housekeeping(tasks, site.held.forget, "vllm-housekeeping"):
+                    ready(profile)
                     await self._core.join()
-                finally:
-                    housekeeping.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             await self._core.stop()
 
     def prefill(self, leg: PrefillRequest) -> None:
         """See Engine."""
-        site = self._running()
+        site = running(self._site)
         if leg.request.attempt_id in site.legs:
             return
         if leg.bootstrap is not None:
@@ -80,7 +84,7 @@ class VllmEngine:
 
     def decode(self, leg: DecodeRequest) -> None:
         """See Engine. A leg that is refused gives its KV back to prefill."""
-        site = self._running()
+        site = running(self._site)
         if leg.request.attempt_id in site.legs:
             return
         made = DecodeLeg(site, leg)
@@ -94,17 +98,15 @@ class VllmEngine:
 
     def abort(self, attempt_id: AttemptId, error: ErrorRecord | None = None) -> None:
         """See Engine."""
-        site = self._running()
-        leg = site.legs.get(attempt_id)
-        if leg is not None:
-            leg.abort(None if error is None else error_from(error))
+        site = running(self._site)
+        site.abort_attempt(attempt_id, error)
         core_id = site.held.revoke(attempt_id, time.monotonic())
         if core_id is not None:
             site.core.release(core_id)
 
     async def answer(self, message: Message) -> Message:
         """See Engine."""
-        site = self._running()
+        site = running(self._site)
         held = site.held
         if isinstance(message, LeaseRequest | ConfirmRequest) and message.epoch != site.epoch:
             return Verdict(is_good=False, error=WorkerLostError("that KV was another epoch's").record())
@@ -125,32 +127,21 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         """See Engine."""
-        site = self._running()
-        totals, legs = site.totals, site.legs.values()
-        running = sum(leg.is_running() for leg in legs)
-        return EngineLoad(
-            running=running,
-            waiting=len(legs) - running,
-            num_held=self._gauges.num_delayed,
-            kv_blocks_used=self._gauges.blocks_used,
-            kv_blocks_cached=self._gauges.blocks_cached,
-            kv_blocks_total=site.spec.num_blocks,
-            kv_blocks_quarantined=0,
-            queued_prefill_tokens=sum(leg.num_queued_tokens() for leg in legs),
+        site, gauges = running(self._site), self._gauges
+        blocks = BlocksLoad(
+            used=gauges.blocks_used,
+            cached=gauges.blocks_cached,
+            total=site.spec.num_blocks,
+            held=gauges.num_delayed,
+        )
+        return engine_load(
+            LegsLoad.of(site.legs.values()),
+            blocks,
+            site.totals,
+            transport="nixl",
             progress=self._core.progress,
-            kv_transfer_bytes={"nixl": totals.num_transfer_bytes} if totals.num_transfer_bytes else {},
-            num_remote_prefills=totals.num_remote_prefills,
-            num_recomputed_tokens=totals.num_recomputed_tokens,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_cached_tokens=totals.num_cached_tokens,
-            num_generated_tokens=totals.num_generated_tokens,
             prefill_cost=self._passes.cost(),
         )
-
-    def _running(self) -> Site:
-        if self._site is None:
-            raise UnavailableError("the engine isn't ready")
-        return self._site
 
     def _on_step(self, report: StepReport) -> None:
         site = self._site
@@ -171,30 +162,6 @@ class VllmEngine:
         site.held.freed(report.freed, num_expired=report.num_expired, now=time.monotonic())
         site.ticks.flush()
 
-    def _make_site(
-        self,
-        spec: CoreSpec,
-        worker: WorkerId,
-        epoch: Epoch,
-        peers: PeerLink,
-        emit: Emit,
-        tasks: asyncio.TaskGroup,
-    ) -> Site:
-        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
-            return tasks.create_task(logged(coroutine, name), name=name)
-
-        return Site(
-            worker=worker,
-            epoch=epoch,
-            core=self._core,
-            spec=spec,
-            limits=_limits(spec, self._card),
-            link=peers,
-            ticks=TickEmitter(emit),
-            policy=self._options.kv_load_failure,
-            spawn=spawn,
-        )
-
     def _profile(self, spec: CoreSpec) -> EngineProfile:
         return EngineProfile(
             backend="vllm",
@@ -211,34 +178,11 @@ class VllmEngine:
             tp_size=spec.tp_size,
             pp_size=spec.pp_size,
             has_kv_events=spec.has_kv_events,
-            own_metrics=_own_metrics,
+            own_metrics=partial(asyncio.to_thread, own_metrics.text),
         )
 
 
 def kv_layout(spec: CoreSpec, model_path: str) -> str:
     """Return the digest of what both sides must share: the connector and its handshake's own digest, or for connectors
     without one vLLM's version, the model's path and the block size."""
-    parts = (spec.connector, spec.handshake or [spec.version, model_path, spec.block_size])
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
-
-
-def _limits(spec: CoreSpec, card: ModelCard) -> Limits:
-    return Limits(
-        num_blocks=spec.num_blocks,
-        block_size=spec.block_size,
-        max_num_seqs=spec.max_num_seqs,
-        max_batched_tokens=spec.max_batched_tokens,
-        max_context_tokens=spec.max_context_tokens,
-        eos_token_ids=card.eos_token_ids,
-        vocab_size=card.vocab_size,
-    )
-
-
-async def _own_metrics() -> bytes:
-    return await asyncio.to_thread(own_metrics.text)
-
-
-async def _forget_what_is_over(site: Site) -> None:
-    while True:
-        await asyncio.sleep(HOUSEKEEPING_S)
-        site.held.forget(time.monotonic())
+    return layout_digest(spec.connector, spec.handshake or [spec.version, model_path, spec.block_size])

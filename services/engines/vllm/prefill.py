@@ -8,6 +8,7 @@ from schemas.errors import BuswayError, EngineError
 from schemas.frames import FinishReason, Timings
 from schemas.handoff import VllmKvTransferParams
 from schemas.hop import PrefillDone, PrefillEnded, PrefillFailed, PrefillRequest
+from services.engines.prompt import num_prompt_tokens, prompt_ids
 from services.engines.vllm.sampling import num_left, sampling_values
 from services.engines.vllm.site import Site
 from services.engines.vllm.words import CoreOutput, CoreRequest, fresh_core_id
@@ -28,7 +29,7 @@ class PrefillLeg:
         self._site.core.submit(
             CoreRequest(
                 id=self._core_id,
-                token_ids=[*request.token_ids, *request.resume],
+                token_ids=prompt_ids(request),
                 sampling=sampling_values(request, self._site.limits, "prefill"),
                 cache_salt=request.cache_salt,
                 priority=-request.priority,
@@ -67,7 +68,7 @@ class PrefillLeg:
 
     def num_queued_tokens(self) -> int:
         """See Leg."""
-        return len(self._request.token_ids) + len(self._request.resume)
+        return num_prompt_tokens(self._request)
 
     def _done(self, output: CoreOutput) -> PrefillDone | PrefillFailed:
         site, attempt_id, params = self._site, self._request.attempt_id, output.kv_transfer_params

@@ -7,6 +7,7 @@ from schemas.handoff import VllmKvTransferParams
 from schemas.hop import DecodeRequest
 from schemas.ids import AttemptId
 from schemas.peer import ConfirmRequest, LeaseRequest, Verdict
+from services.engines.prompt import num_prompt_tokens
 from services.engines.protocol import PeerLink
 
 ASK_S = 1.0
@@ -59,7 +60,7 @@ def source_of(leg: DecodeRequest) -> tuple[VllmKvTransferParams, Params] | None:
         return None
     if not leg.params.prefill_worker:
         raise RequestError("kv_transfer_params without the prefill worker they are from", param="params")
-    num_tokens = len(leg.request.token_ids) + len(leg.request.resume)
+    num_tokens = num_prompt_tokens(leg.request)
     num_remote = params.get("remote_num_tokens", num_tokens)
     if num_remote != num_tokens:
         raise KvMismatchError(f"the KV is of a prompt of {num_remote} tokens, the request has {num_tokens}")

@@ -1,7 +1,6 @@
 """What adapters share, without any engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
@@ -11,7 +10,7 @@ from schemas.ids import AttemptId
 from schemas.request import GenerateRequest, Sampling
 from services.engines.adapter.installed import require_version
 from services.engines.adapter.refusals import refuse_inexact_resume, refuse_priority
-from services.engines.adapter.tick import TickEmitter, relay
+from services.engines.adapter.tick import TickEmitter
 from services.engines.protocol import EngineEvent
 from tests.engines.scenes import a_request
 
@@ -25,16 +24,13 @@ async def test_what_many_requests_say_in_one_turn_is_one_emit() -> None:
     ticks = TickEmitter(lambda events: emits.append(list(events)))
     step = asyncio.Event()
 
-    async def outputs(number: int) -> AsyncGenerator[int, None]:
+    async def request(number: int) -> None:
         await step.wait()
-        yield number
-
-    def translate(number: int) -> Sequence[EngineEvent]:
-        return [token(number)]
+        ticks.add([token(number)])
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(5):
-            tasks.create_task(relay(outputs(number), translate, ticks))
+            tasks.create_task(request(number))
         await asyncio.sleep(0)
         step.set()
     await asyncio.sleep(0)
