@@ -48,7 +48,7 @@ class ContextLeg(Leg):
     def take(self, output: RequestOutput) -> None:
         if not output.finished or len(output.outputs) != 1:
             raise EngineError("TensorRT-LLM's context phase didn't answer with exactly one response")
-        totals, (result,) = self.site.book.totals, output.outputs
+        totals, (result,) = self.site.totals, output.outputs
         totals.num_prompt_tokens += self.num_tokens
         totals.num_cached_tokens += output.cached_tokens
         totals.num_generated_tokens += 1

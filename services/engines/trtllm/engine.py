@@ -6,20 +6,22 @@ own transceiver. Aggregated on workers of the role `both`.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal
 
-from schemas.errors import EngineError, ErrorRecord, KvMismatchError, RequestError, UnavailableError, error_from
+from schemas.errors import EngineError, ErrorRecord, KvMismatchError, RequestError
 from schemas.handoff import TrtllmDisaggregatedParams
 from schemas.hop import DecodeRequest, PrefillEnded, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.model_card import ModelCard
 from schemas.peer import ConfirmRequest, Verdict
+from services.engines.adapter.profile import limits_of
+from services.engines.adapter.site import running
 from services.engines.adapter.tick import TickEmitter
-from services.engines.paged.limits import Limits
+from services.engines.prompt import num_prompt_tokens
 from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
+from services.engines.tasks import one_error
 from services.engines.trtllm.api import Llm, TrtllmApi
 from services.engines.trtllm.context_leg import ContextLeg
 from services.engines.trtllm.facts import DEFAULT_KV_TIMEOUT_S, kv_capacity, kv_timeout_s, profile
@@ -71,7 +73,7 @@ class TrtllmEngine:
         api = self._api
         llm: Llm = await asyncio.to_thread(lambda: api.make_llm(**self._kwargs))
         try:
-            async with _one_error(), asyncio.TaskGroup() as tasks:
+            async with one_error(), asyncio.TaskGroup() as tasks:
                 await _warm_up(api, llm, self._card)
                 engine_profile = profile(api, llm.args, self._card, await kv_capacity(llm))
                 died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,15 +90,15 @@ class TrtllmEngine:
 
     def prefill(self, leg: PrefillRequest) -> None:
         """See Engine."""
-        site, request = self._running(), leg.request
+        site, request = running(self._site), leg.request
         if request.attempt_id in site.legs:
             return
         if leg.bootstrap is not None:
             raise RequestError("TensorRT-LLM hands KV over after prefill, not by rendezvous", param="bootstrap")
-        limits = site.engine.limits
+        limits = site.limits
         if limits.is_complete(request):
             end = resumed_end(request, limits.stop_ids(request))
-            site.outbox.add(
+            site.ticks.add(
                 [
                     PrefillEnded(
                         attempt_id=request.attempt_id, token_id=request.resume[-1], reason=end.reason, is_delivered=True
@@ -109,30 +111,28 @@ class TrtllmEngine:
 
     def decode(self, leg: DecodeRequest) -> None:
         """See Engine."""
-        site, request, params = self._running(), leg.request, leg.params
+        site, request, params = running(self._site), leg.request, leg.params
         if request.attempt_id in site.legs:
             return
         if params is not None and not isinstance(params, TrtllmDisaggregatedParams):
             raise RequestError(f"TensorRT-LLM can't use {type(params).__name__}", param="params")
-        num_tokens = len(request.token_ids) + len(request.resume)
+        num_tokens = num_prompt_tokens(request)
         if params is not None and params.num_tokens not in (0, num_tokens):
             raise KvMismatchError(f"the KV is of a prompt of {params.num_tokens} tokens, the request has {num_tokens}")
-        limits = site.engine.limits
+        limits = site.limits
         if limits.is_complete(request):
-            site.outbox.add([resumed_end(request, limits.stop_ids(request))])
+            site.ticks.add([resumed_end(request, limits.stop_ids(request))])
             return
         limits.check_decode(request)
         GenerationLeg(site, leg, params).start()
 
     def abort(self, attempt_id: AttemptId, error: ErrorRecord | None = None) -> None:
         """See Engine. KV that waits to be fetched can't be freed by anybody: the engine's time-out does it."""
-        leg = self._running().legs.get(attempt_id)
-        if leg is not None:
-            leg.abort(None if error is None else error_from(error))
+        running(self._site).abort_attempt(attempt_id, error)
 
     async def answer(self, message: Message) -> Message:
         """See Engine. Decode says that it has the KV; the rest passes between TensorRT-LLM's transceivers."""
-        site = self._running()
+        site = running(self._site)
         if not isinstance(message, ConfirmRequest):
             raise RequestError(f"TensorRT-LLM answers no {type(message).__name__}")
         is_ours = message.epoch == site.epoch
@@ -143,19 +143,14 @@ class TrtllmEngine:
 
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """See Engine."""
-        for leg in list(self._running().legs.values()):
+        for leg in list(running(self._site).legs.values()):
             if isinstance(leg, GenerationLeg) and leg.awaits == (worker, epoch):
                 leg.lose_kv(worker_lost(worker))
 
     def load(self) -> EngineLoad:
         """See Engine."""
-        site = self._running()
-        return site.book.load([*site.legs.values(), *site.draining], now_s())
-
-    def _running(self) -> Site:
-        if self._site is None:
-            raise UnavailableError("the engine isn't ready")
-        return self._site
+        site = running(self._site)
+        return site.book.load([*site.legs.values(), *site.draining], site.totals, now_s())
 
     def _make_site(
         self,
@@ -169,7 +164,7 @@ class TrtllmEngine:
         tasks: asyncio.TaskGroup,
         died: "asyncio.Future[None]",
     ) -> Site:
-        def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> object:
+        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
             return tasks.create_task(coroutine, name=name)
 
         def on_death(error: Exception) -> None:
@@ -178,8 +173,13 @@ class TrtllmEngine:
 
         held = HeldKv(_known_kv_timeout_s(llm))
         return Site(
-            engine=Submitter(api, llm, _limits(engine_profile), on_death),
-            outbox=TickEmitter(emit),
+            worker=worker,
+            epoch=epoch,
+            limits=limits_of(engine_profile),
+            link=peers,
+            ticks=TickEmitter(emit),
+            spawn=spawn,
+            engine=Submitter(api, llm, engine_profile.card.eos_token_ids, on_death),
             book=LoadBook(
                 block_size=engine_profile.block_size,
                 total_blocks=engine_profile.total_kv_blocks,
@@ -188,11 +188,7 @@ class TrtllmEngine:
             ),
             held=held,
             ids=DisaggIds(worker, epoch),
-            worker=worker,
-            epoch=epoch,
-            peers=peers,
             recomputes=self._recomputes,
-            spawn=spawn,
         )
 
 
@@ -220,7 +216,7 @@ async def _watch_kv_events(llm: Llm, book: KvEventBook, site: Site) -> None:
     while True:
         async for event in llm.get_kv_cache_events_async(timeout=EVENTS_IDLE_S):
             if changes := book.take(event):
-                site.outbox.add([CacheChanged(changes=changes)])
+                site.ticks.add([CacheChanged(changes=changes)])
             site.book.num_cached_blocks = book.num_blocks
         await asyncio.sleep(EVENTS_PAUSE_S)
 
@@ -233,26 +229,3 @@ def _known_kv_timeout_s(llm: Llm) -> float:
             "pinned for ever"
         )
     return DEFAULT_KV_TIMEOUT_S if timeout_s is None else timeout_s
-
-
-def _limits(engine_profile: EngineProfile) -> Limits:
-    return Limits(
-        num_blocks=engine_profile.total_kv_blocks,
-        block_size=engine_profile.block_size,
-        max_num_seqs=engine_profile.max_num_seqs,
-        max_batched_tokens=engine_profile.max_batched_tokens,
-        max_context_tokens=engine_profile.max_context_tokens,
-        eos_token_ids=engine_profile.card.eos_token_ids,
-        vocab_size=engine_profile.card.vocab_size,
-    )
-
-
-@asynccontextmanager
-async def _one_error() -> AsyncIterator[None]:
-    """Raise the one error of a task group as itself."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise

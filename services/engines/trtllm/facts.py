@@ -4,13 +4,13 @@
 once something has run (`enable_iter_perf_stats`).
 """
 
-import hashlib
 from typing import Any
 
 import msgspec
 
 from schemas.errors import EngineError
 from schemas.model_card import ModelCard
+from services.engines.adapter.profile import layout_digest
 from services.engines.protocol import EngineProfile
 from services.engines.trtllm.api import Llm, TrtllmApi
 
@@ -93,5 +93,4 @@ def _kv_layout(api: TrtllmApi, args: Any, kv_dtype: str, capacity: Capacity) -> 
     config = args.cache_transceiver_config
     transceiver = "" if config is None else str(config.backend).upper().replace("DEFAULT", "NIXL")
     runtime = "" if config is None else str(vars(config).get("transceiver_runtime", ""))
-    parts = (api.version, kv_dtype, capacity.block_size, transceiver, runtime)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+    return layout_digest(api.version, kv_dtype, capacity.block_size, transceiver, runtime)[:16]

@@ -4,15 +4,16 @@ import logging
 import time
 
 from schemas.errors import BuswayError, EngineError, KvTransferFailedError, RequestError, WorkerLostError
-from schemas.frames import Begun, Failed, Finished, FinishReason, Timings, Tokens, Usage
+from schemas.frames import Finished, FinishReason, Timings, Usage
 from schemas.handoff import TrtllmDisaggregatedParams
 from schemas.hop import DecodeRequest
 from schemas.ids import Epoch, WorkerId
 from schemas.peer import ConfirmRequest, Verdict
 from schemas.request import GenerateRequest
+from services.engines.adapter.frames import CompletionFrames, usage_of
+from services.engines.prompt import num_prompt_tokens
 from services.engines.protocol import EngineEvent
 from services.engines.trtllm.api import RequestOutput
-from services.engines.trtllm.completion import Step
 from services.engines.trtllm.leg import Leg, completion_of
 from services.engines.trtllm.params import first_row, from_wire, generation_params
 from services.engines.trtllm.site import Site
@@ -35,6 +36,7 @@ class GenerationLeg(Leg):
         self._wire = None if params is None else from_wire(params.disaggregated_params)
         row = None if self._wire is None else first_row(site.engine.api, self._wire)
         self._completion = completion_of(site, leg.request, row)
+        self._frames = CompletionFrames(leg.request)
         self._is_recompute = is_recompute
         self._first_result_at: float | None = None
 
@@ -45,7 +47,7 @@ class GenerationLeg(Leg):
     @property
     def num_queued_tokens(self) -> int:
         is_computing = self._wire is None and self._first_result_at is None
-        return super().num_tokens if is_computing else 0
+        return num_prompt_tokens(self.request) if is_computing else 0
 
     @property
     def may_abort(self) -> bool:
@@ -67,8 +69,7 @@ class GenerationLeg(Leg):
         return engine.submit(self.request, sampling, streaming=True, params=params)
 
     def failed(self, error: BuswayError) -> EngineEvent:
-        seq = len(self.request.resume) + self._completion.num_tokens
-        return Failed(attempt_id=self.request.attempt_id, seq=seq, error=error.record())
+        return self._frames.failed(error)
 
     def refused(self, error: str) -> None:
         if self._wire is None or self._first_result_at is not None:
@@ -89,7 +90,7 @@ class GenerationLeg(Leg):
         try:
             again.start()
         except (RequestError, EngineError) as refusal:
-            self.site.outbox.add([self.failed(refusal)])
+            self.site.ticks.add([self.failed(refusal)])
 
     def landed(self, output: RequestOutput) -> None:
         if self._first_result_at is not None:
@@ -98,52 +99,38 @@ class GenerationLeg(Leg):
         if self._params is None:
             self._count_prompt(output)
         else:
-            self.site.book.totals.num_remote_prefills += 1
+            self.site.totals.num_remote_prefills += 1
             self.site.spawn(_fetched(self.site, self.request, self._params), "trtllm-fetched")
 
     def take(self, output: RequestOutput) -> None:
         if len(output.outputs) != 1:
             raise EngineError(f"TensorRT-LLM answered with {len(output.outputs)} choices instead of one")
-        num_before = self._completion.num_tokens
-        seq = len(self.request.resume) + num_before
+        is_first = not self._completion.num_tokens
         step = self._completion.take(output.outputs[0], is_final=output.finished)
-        self.site.book.totals.num_generated_tokens += len(step.token_ids)
+        self.site.totals.num_generated_tokens += len(step.token_ids)
         events: list[EngineEvent] = []
         if step.token_ids:
-            if not num_before:
-                events.append(Begun(self.request.attempt_id, self._timings()))
-            events.append(Tokens(self.request.attempt_id, seq, step.token_ids, step.logprobs))
-        if step.reason is None:
-            self.site.outbox.add(events)
-        else:
-            self.close(*events, self._finished(output, step, seq))
+            if is_first:
+                events.append(self._frames.begun(self._timings()))
+            events.append(self._frames.tokens(step.token_ids, step.logprobs))
+        self.site.ticks.add(events)
+        if step.reason is not None:
+            self.close(self._finished(output, step.reason))
 
     def _count_prompt(self, output: RequestOutput) -> None:
-        totals, num_prompt = self.site.book.totals, super().num_tokens
+        totals, num_prompt = self.site.totals, num_prompt_tokens(self.request)
         totals.num_prompt_tokens += num_prompt
         totals.num_cached_tokens += output.cached_tokens
         if self._is_recompute:
             totals.num_recomputed_tokens += num_prompt - output.cached_tokens
 
-    def _finished(self, output: RequestOutput, step: Step, seq: int) -> Finished:
-        assert step.reason is not None
-        num_prompt, end = len(self.request.token_ids), seq + len(step.token_ids)
-        is_remote = self._params is not None
-        kv_bytes = _kv_bytes(output) if is_remote else 0
-        self.site.book.totals.num_transfer_bytes += kv_bytes
-        num_cached = self._params.num_cached_tokens if self._params is not None else output.cached_tokens
-        return Finished(
-            attempt_id=self.request.attempt_id,
-            seq=end,
-            reason=step.reason,
-            usage=Usage(
-                prompt_tokens=num_prompt,
-                completion_tokens=end,
-                cached_tokens=min(num_cached, num_prompt),
-                num_computed_prompt_tokens=0 if is_remote else max(0, num_prompt - num_cached),
-            ),
-            timings=self._timings(kv_bytes),
-        )
+    def _finished(self, output: RequestOutput, reason: FinishReason) -> Finished:
+        params = self._params
+        kv_bytes = 0 if params is None else _kv_bytes(output)
+        self.site.totals.num_transfer_bytes += kv_bytes
+        num_cached = output.cached_tokens if params is None else params.num_cached_tokens
+        counts = usage_of(self.request, self._frames.num_tokens, num_cached, is_remote=params is not None)
+        return self._frames.finished(reason, counts, self._timings(kv_bytes))
 
     def _timings(self, kv_bytes: int = 0) -> Timings:
         """Return the phases up to now; TensorRT-LLM tells of none, so all until its first result is one."""
@@ -160,7 +147,7 @@ async def _fetched(site: Site, request: GenerateRequest, params: TrtllmDisaggreg
         return
     message = ConfirmRequest(attempt_id=request.attempt_id, epoch=params.epoch)
     try:
-        await site.peers.ask(params.prefill_worker, message, Verdict)
+        await site.link.ask(params.prefill_worker, message, Verdict)
     except BuswayError as error:
         logger.debug("%s didn't hear that its KV was fetched: %s", params.prefill_worker, error.message)
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 
 from schemas.errors import BuswayError, EngineError
 from schemas.request import GenerateRequest
+from services.engines.prompt import num_prompt_tokens
 from services.engines.protocol import EngineEvent
 from services.engines.trtllm.api import RequestOutput
 from services.engines.trtllm.completion import Completion, LogprobRow
@@ -36,7 +37,7 @@ class Leg(ABC):
     @property
     def num_tokens(self) -> int:
         """See LiveLeg."""
-        return len(self.request.token_ids) + len(self.request.resume)
+        return num_prompt_tokens(self.request)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -71,7 +72,7 @@ class Leg(ABC):
         if self.is_muted:
             return
         self.is_muted = True
-        self.site.outbox.add(events)
+        self.site.ticks.add(events)
         if self.site.legs.get(self.request.attempt_id) is self:
             del self.site.legs[self.request.attempt_id]
         self.site.draining.add(self)
@@ -100,7 +101,7 @@ class Leg(ABC):
     async def _iterate(self) -> None:
         try:
             async for output in self.output:
-                self.site.book.totals.num_results += 1
+                self.site.book.num_results += 1
                 self._take(output)
         except self.site.engine.api.request_error as error:
             self.refused(str(error))
@@ -127,7 +128,7 @@ class Leg(ABC):
 
 def completion_of(site: Site, request: GenerateRequest, row: LogprobRow | float | None = None) -> Completion:
     """Return the completion of a request, as yet empty."""
-    limits = site.engine.limits
+    limits = site.limits
     return Completion(
         max_tokens=request.stop.max_tokens - len(request.resume),
         stop_ids=limits.stop_ids(request),

@@ -7,25 +7,11 @@ here.
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-import msgspec
-
+from services.engines.adapter.load import BlocksLoad, LegsLoad, Totals, engine_load
 from services.engines.protocol import EngineLoad
 from services.engines.trtllm.held import HeldKv
 
 STALE_AFTER_S = 1.0
-
-
-class Totals(msgspec.Struct, kw_only=True):
-    """Counts since start; `num_results` and `num_iterations` make the progress."""
-
-    num_results: int = 0
-    num_iterations: int = 0
-    num_remote_prefills: int = 0
-    num_recomputed_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_transfer_bytes: int = 0
 
 
 class LiveLeg(Protocol):
@@ -46,11 +32,13 @@ class LiveLeg(Protocol):
 
 
 class LoadBook:
-    """One engine's load. `num_cached_blocks` are those that its KV events have told of, in use or not."""
+    """One engine's load. `num_cached_blocks` are those that its KV events have told of, in use or not. Results and
+    iterations make the progress."""
 
     def __init__(self, *, block_size: int, total_blocks: int, max_num_seqs: int, held: HeldKv) -> None:
-        self.totals = Totals()
         self.num_cached_blocks = 0
+        self.num_results = 0
+        self._num_iterations = 0
         self._block_size = block_size
         self._total_blocks = total_blocks
         self._max_num_seqs = max_num_seqs
@@ -64,14 +52,14 @@ class LoadBook:
 
     def observe(self, statistics: Mapping[str, Any], now: float) -> None:
         """Take one iteration's statistics [Y: publisher.py]; each attention-DP rank has its own."""
-        self.totals.num_iterations += 1
+        self._num_iterations += 1
         self._heard_at = now
         cache = statistics.get("kvCacheStats")
         if cache:
             self._used_blocks[int(statistics.get("attentionDpRank") or 0)] = int(cache["usedNumBlocks"])
 
-    def load(self, legs: Iterable[LiveLeg], now: float) -> EngineLoad:
-        """Return the load of these legs and of what is held."""
+    def load(self, legs: Iterable[LiveLeg], totals: Totals, now: float) -> EngineLoad:
+        """Return the load of these legs and of what is held. The engine doesn't say which legs run: as many as can."""
         all_legs = list(legs)
         live = [leg for leg in all_legs if not leg.is_muted]
         num_held, held_blocks = self._held.totals(now)
@@ -80,21 +68,17 @@ class LoadBook:
             self._used_blocks.clear()
         used = min(self._total_blocks, sum(self._used_blocks.values()) or own_blocks)
         running = min(len(live), self._max_num_seqs)
-        totals = self.totals
-        return EngineLoad(
-            running=running,
-            waiting=len(live) - running,
-            num_held=num_held + len(all_legs) - len(live),
-            kv_blocks_used=used,
-            kv_blocks_cached=min(self.num_cached_blocks, self._total_blocks - used),
-            kv_blocks_total=self._total_blocks,
-            kv_blocks_quarantined=0,
-            queued_prefill_tokens=sum(leg.num_queued_tokens for leg in live),
-            progress=totals.num_results + totals.num_iterations,
-            kv_transfer_bytes={"transceiver": totals.num_transfer_bytes} if totals.num_transfer_bytes else {},
-            num_remote_prefills=totals.num_remote_prefills,
-            num_recomputed_tokens=totals.num_recomputed_tokens,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_cached_tokens=totals.num_cached_tokens,
-            num_generated_tokens=totals.num_generated_tokens,
+        queued_tokens = sum(leg.num_queued_tokens for leg in live)
+        blocks = BlocksLoad(
+            used=used,
+            cached=min(self.num_cached_blocks, self._total_blocks - used),
+            total=self._total_blocks,
+            held=num_held + len(all_legs) - len(live),
+        )
+        return engine_load(
+            LegsLoad(running=running, waiting=len(live) - running, queued_tokens=queued_tokens),
+            blocks,
+            totals,
+            transport="transceiver",
+            progress=self.num_results + self._num_iterations,
         )

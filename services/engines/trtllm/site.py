@@ -3,16 +3,15 @@
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from schemas.errors import EngineError, RequestError
-from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.request import GenerateRequest
-from services.engines.adapter.tick import TickEmitter
-from services.engines.paged.limits import Limits
-from services.engines.protocol import PeerLink
+from services.engines.adapter.site import AdapterSite
+from services.engines.prompt import prompt_ids
 from services.engines.trtllm.api import Llm, RequestOutput, TrtllmApi, parameters_of
 from services.engines.trtllm.held import HeldKv
 from services.engines.trtllm.ids import DisaggIds
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
 MAX_USED_HANDOFFS = 16384
 DEFAULT_PRIORITY = 0.5
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]
-
 
 class Submitter:
     """Hands requests to the LLM. An engine that is shutting down is told to `on_death`, once."""
 
-    def __init__(self, api: TrtllmApi, llm: Llm, limits: Limits, on_death: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, api: TrtllmApi, llm: Llm, eos_token_ids: tuple[int, ...], on_death: Callable[[Exception], None]
+    ) -> None:
         self.api = api
-        self.limits = limits
         self._llm = llm
+        self._eos_token_ids = eos_token_ids
         self._on_death = on_death
         self._abilities = Abilities.of(api)
         self._parameters = parameters_of(llm.generate_async)
@@ -45,7 +44,7 @@ class Submitter:
 
         Raises RequestError naming what can't be done.
         """
-        kwargs = sampling_kwargs(request, self.limits.eos_token_ids, self._abilities)
+        kwargs = sampling_kwargs(request, self._eos_token_ids, self._abilities)
         try:
             return self.api.sampling_params(**{**kwargs, **changes})
         except (TypeError, ValueError) as error:
@@ -61,7 +60,7 @@ class Submitter:
             **self._options(request),
         }
         try:
-            return self._llm.generate_async([*request.token_ids, *request.resume], **kwargs)
+            return self._llm.generate_async(prompt_ids(request), **kwargs)
         except (self.api.request_error, TypeError, ValueError) as error:
             raise RequestError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
@@ -102,23 +101,17 @@ class UsedHandoffs:
             self._used.popitem(last=False)
 
 
-@dataclass(kw_only=True)
-class Site:
-    """`legs` are those whose attempt is open, `draining` those that only the engine isn't done with yet."""
+class Site(AdapterSite["Leg"], kw_only=True):
+    """`draining` are the legs that only the engine isn't done with yet. Unlike other adapters' tasks, an error that
+    ends one of `spawn` ends the engine."""
 
     engine: Submitter
-    outbox: TickEmitter
     book: LoadBook
     held: HeldKv
     ids: DisaggIds
-    worker: WorkerId
-    epoch: Epoch
-    peers: PeerLink
     recomputes: bool
-    spawn: Spawn
-    used: UsedHandoffs = field(default_factory=UsedHandoffs)
-    legs: dict[AttemptId, "Leg"] = field(default_factory=dict)
-    draining: set["Leg"] = field(default_factory=set)
+    used: UsedHandoffs = msgspec.field(default_factory=UsedHandoffs)
+    draining: set["Leg"] = msgspec.field(default_factory=set)
 
 
 def now_s() -> float:

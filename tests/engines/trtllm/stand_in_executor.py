@@ -22,15 +22,16 @@ ROW_BYTES = 16
 @dataclass(kw_only=True)
 class Switches:
     """How this release behaves. `eos_one_in`: how often a drawn token is end_id; `first_token`: what a context or
-    aggregated phase draws first, whatever the prompt (None: what the model says). `fills_first_logprobs`: a context's
-    answer has its token's. `has_bare_logprobs`: as with samplers of a draft in the same model, the chosen token's come
-    as numbers."""
+    aggregated phase draws first, whatever the prompt (None: what the model says); `times_out_at`: with which token a
+    request ends as timed out. `fills_first_logprobs`: a context's answer has its token's. `has_bare_logprobs`: as with
+    samplers of a draft in the same model, the chosen token's come as numbers."""
 
     is_older: bool = False
     knows_capacity: bool = True
     ends_context_as: str = "length"
     eos_one_in: int = 0
     first_token: int | None = None
+    times_out_at: int | None = None
     responses_per_context: int = 1
     fills_first_logprobs: bool = True
     has_bare_logprobs: bool = False
@@ -315,6 +316,8 @@ class Executor:
             request.unsent_rows.append(row)
         if not is_tested:
             self._respond(request, None)
+        elif len(request.tokens) == self.switches.times_out_at:
+            self._end(request, "timeout")
         elif token_id == sampling.end_id and not sampling.ignore_eos:
             if self.switches.is_older:  # keeps the token to itself
                 request.unsent.pop()

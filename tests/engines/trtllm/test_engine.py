@@ -251,6 +251,22 @@ async def test_a_context_phase_that_doesnt_answer_once_and_well_fails_the_leg(sw
         assert ("exactly one response" in result.error.message) == ("responses_per_context" in switches)
 
 
+async def test_a_failure_names_the_tokens_that_were_delivered_and_no_more():
+    async with scene_of(times_out_at=4) as scene:
+        both, request = scene["both"], request_for(prompt(10), max_tokens=8)
+        both.engine.decode(decode_leg(request, None))
+        end = await both.host.ended(request.attempt_id)
+        assert isinstance(end, Failed)
+        delivered = [
+            one
+            for event in both.host.events[request.attempt_id]
+            if isinstance(event, Tokens)
+            for one in event.token_ids
+        ]
+        assert (end.error.code, end.seq) == ("deadline_exceeded", len(delivered))
+        await scene.until_empty()
+
+
 # ---- aborts ----
 
 

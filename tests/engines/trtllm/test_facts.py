@@ -4,6 +4,7 @@ import pytest
 
 from schemas.errors import EngineError
 from schemas.ids import new_attempt_id
+from services.engines.adapter.load import Totals
 from services.engines.trtllm.held import HeldKv
 from services.engines.trtllm.load import STALE_AFTER_S, LoadBook
 from tests.engines.paged.fleet import decode_leg, prompt, request_for
@@ -84,10 +85,10 @@ def test_what_an_idle_engine_said_last_is_not_believed_for_long():
     held.hold(new_attempt_id(), 5, 10.0)
     book = LoadBook(block_size=4, total_blocks=100, max_num_seqs=8, held=held)
     book.observe({"kvCacheStats": {"usedNumBlocks": 1}}, 10.0)
-    assert book.load([], 10.0 + STALE_AFTER_S).kv_blocks_used == 1
-    assert book.load([], 10.1 + STALE_AFTER_S).kv_blocks_used == 5
+    assert book.load([], Totals(), 10.0 + STALE_AFTER_S).kv_blocks_used == 1
+    assert book.load([], Totals(), 10.1 + STALE_AFTER_S).kv_blocks_used == 5
     book.observe({"kvCacheStats": {"usedNumBlocks": 7}}, 20.0)
-    assert book.load([], 20.0).kv_blocks_used == 7
+    assert book.load([], Totals(), 20.0).kv_blocks_used == 7
 
 
 async def test_an_unset_transfer_timeout_is_warned_of(caplog):
