@@ -321,6 +321,17 @@ class Desk:
                 self._news.clear()
                 await self._news.wait()
 
+    async def beat(self, worker: WorkerProcess) -> None:
+        """Return at a worker's next heartbeat: every worker that is ready now has heard that it lives."""
+        has_come = asyncio.Event()
+        subject = self.bus.subjects.heartbeat("worker", worker.id)
+        beats = await self.bus.listen(subject, lambda subject, payload: has_come.set())
+        try:
+            async with asyncio.timeout(10.0):
+                await has_come.wait()
+        finally:
+            await beats.stop()
+
     def has_news(self) -> None:
         """Let `until` look again."""
         self._news.set()

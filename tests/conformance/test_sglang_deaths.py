@@ -34,6 +34,7 @@ async def serves(desk: Desk, salt: int) -> None:
 
 async def test_prefill_killed_while_decode_waits_for_it(desk: Desk) -> None:
     prefill = desk.pair.prefill
+    await desk.beat(prefill)  # the death of a peer that was never heard is no news
     own = engine_processes(prefill)
     os.kill(scheduler_of(prefill).pid, signal.SIGSTOP)
     request = desk.request(prompt(80, salt=341), 6)
@@ -52,6 +53,7 @@ async def test_prefill_killed_while_decode_waits_for_it(desk: Desk) -> None:
 
 async def test_decode_killed_while_prefill_waits_for_it(desk: Desk) -> None:
     decode = desk.pair.decode
+    await desk.beat(decode)
     os.kill(scheduler_of(decode).pid, signal.SIGSTOP)
     request = desk.request(prompt(80, salt=343), 6)
     bootstrap = await desk.params(request)
