@@ -19,6 +19,7 @@ from services.engines.vllm.words import NIXL_CONNECTORS, CoreSpec, LaunchOptions
 
 DEFAULT_CONNECTOR = "NixlConnector"
 KV_FLAG = "--kv-transfer-config"
+EXTRA_FIELD, LEASE_FIELD = "kv_connector_extra_config", "kv_lease_duration"
 EAGER_FLAG = "--enforce-eager"
 MODEL_FLAG = "--model"
 
@@ -74,23 +75,33 @@ def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Names
 
 
 def _kv_transfer(given: str | None, options: LaunchOptions) -> Any:
-    """Return the connector's config: what the user gave, completed by the role's and the worker's settings."""
     from vllm.config import KVTransferConfig
 
+    fields = kv_transfer_fields(given, options)
+    if fields is None:
+        return None
+    _check_connector(fields)
+    try:
+        return KVTransferConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"vLLM refuses {KV_FLAG}: {error}", param="engine_words") from error
+
+
+def kv_transfer_fields(given: str | None, options: LaunchOptions) -> dict[str, Any] | None:
+    """Return the connector's settings: what the user gave, completed by the role's and the worker's; None for no
+    connector. Raises RequestError for what isn't JSON objects."""
     if given is None and options.kv_role is None:
         return None
     fields = _as_fields(given)
     fields.setdefault("kv_connector", DEFAULT_CONNECTOR)
     fields.setdefault("kv_role", options.kv_role or "kv_both")
     fields.setdefault("kv_load_failure_policy", options.kv_load_failure)
-    _check_connector(fields)
     if fields["kv_connector"] in NIXL_CONNECTORS:
-        extra = fields.setdefault("kv_connector_extra_config", {})
-        extra.setdefault("kv_lease_duration", max(1, round(options.lease_s)))
-    try:
-        return KVTransferConfig(**fields)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"vLLM refuses {KV_FLAG}: {error}", param="engine_words") from error
+        extra = fields.setdefault(EXTRA_FIELD, {})
+        if not isinstance(extra, dict):
+            raise RequestError(f"{EXTRA_FIELD} in {KV_FLAG} is no JSON object: {extra!r}", param="engine_words")
+        extra.setdefault(LEASE_FIELD, max(1, round(options.lease_s)))
+    return fields
 
 
 def _kv_events() -> Any:
@@ -179,7 +190,7 @@ def _spec(core: Any, config: Any) -> CoreSpec:
         pp_size=parallel.pipeline_parallel_size,
         connector=kv.kv_connector if kv is not None else "",
         handshake=_handshake(core) if kv is not None else "",
-        lease_s=float(kv.get_from_extra_config("kv_lease_duration", 30)) if kv is not None else 0.0,
+        lease_s=float(kv.get_from_extra_config(LEASE_FIELD, 30)) if kv is not None else 0.0,
         has_priorities=scheduler.policy == "priority",
         has_kv_events=cache.enable_prefix_caching and config.kv_events_config.enable_kv_cache_events,
     )
