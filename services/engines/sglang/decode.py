@@ -34,6 +34,7 @@ class DecodeLeg:
     """One decode leg; without `bootstrap` it computes its prompt."""
 
     def __init__(self, site: Site, leg: DecodeRequest, bootstrap: BootstrapInfo | None) -> None:
+        self.attempt_id = leg.request.attempt_id
         self._site = site
         self._leg = leg
         self._request = leg.request
@@ -48,11 +49,11 @@ class DecodeLeg:
 
     def start(self) -> None:
         """Submit it, when its KV is to come from prefill once that has agreed."""
-        self._site.legs[self._request.attempt_id] = self
+        self._site.legs[self.attempt_id] = self
         if self._bootstrap is None:
             self._submit()
         else:
-            self._watch = self._site.spawn(self._meet(self._bootstrap), f"meet {self._request.attempt_id}")
+            self._watch = self._site.spawn(self._meet(self._bootstrap), f"meet {self.attempt_id}")
 
     def take(self, output: Output) -> None:
         """See Leg."""
@@ -63,20 +64,19 @@ class DecodeLeg:
         if output.token_ids:
             events.append(self._frames.tokens(output.token_ids, output.logprobs))
             self._site.totals.num_generated_tokens += len(output.token_ids)
+        self._site.ticks.add(events)
         error = output.error or self._cut_short(output)
         if error is not None:
-            self._lose(error, events)
+            self._lose(error)
         elif output.finish is not None:
             finished = self._frames.finished(output.finish, self._usage(), self._timings())
             self._leave()
-            self._site.ticks.add([*events, finished])
-        else:
-            self._site.ticks.add(events)
+            self._site.ticks.add([finished])
 
     def abort(self, error: BuswayError | None) -> None:
         """See Leg."""
         self._tell_peer(error or AbortedError("the request was aborted"))
-        self._end(error, [])
+        self._end(error)
 
     def refuse(self, error: BuswayError) -> None:
         """It never gets to the engine: prefill needn't wait for it."""
@@ -85,7 +85,7 @@ class DecodeLeg:
     def stranded(self, error: BuswayError) -> None:
         """See Leg. With the first token all of the KV is here: whatever happens to prefill is no concern any more."""
         if self._first_token_at is None:
-            self._end(_as_loss(error), [])
+            self._end(_as_loss(error))
 
     def landed(self, message: Landed) -> None:
         """See Leg. May come after the first tokens."""
@@ -111,7 +111,7 @@ class DecodeLeg:
         leg has failed may be lost."""
         site = self._site
         message = MeetRequest(
-            attempt_id=self._request.attempt_id,
+            attempt_id=self.attempt_id,
             room=bootstrap.room,
             epoch=bootstrap.epoch,
             decode_worker=site.worker,
@@ -128,11 +128,9 @@ class DecodeLeg:
                 await asyncio.sleep(site.lease_s / 3)
                 await self._agreed(message)
         except TimeoutError:
-            self._lose(
-                WorkerLostError(f"prefill worker {bootstrap.prefill_worker} doesn't answer", phase="transfer"), []
-            )
+            self._lose(WorkerLostError(f"prefill worker {bootstrap.prefill_worker} doesn't answer", phase="transfer"))
         except BuswayError as error:
-            self._lose(_as_loss(error), [])
+            self._lose(_as_loss(error))
 
     async def _agreed(self, message: MeetRequest) -> None:
         """Return when prefill says that its leg is good; raises what it says otherwise. Its silence says nothing: that
@@ -175,22 +173,22 @@ class DecodeLeg:
             totals.num_prompt_tokens += num_prompt_tokens(self._request)
             totals.num_cached_tokens += output.num_cached_tokens
 
-    def _lose(self, error: BuswayError, events: list[EngineEvent]) -> None:
+    def _lose(self, error: BuswayError) -> None:
         """The engine failed on it, or prefill did."""
         if self._bootstrap is not None and self._first_token_at is None:
             error = _as_loss(error)
             self._tell_peer(error)
-        self._end(error, events)
+        self._end(error)
 
-    def _end(self, error: BuswayError | None, events: list[EngineEvent]) -> None:
+    def _end(self, error: BuswayError | None) -> None:
         self._leave()
         self._site.abort(self._rid)
         if error is not None:
-            self._site.ticks.add([*events, self._frames.failed(error)])
+            self._site.ticks.add([self._frames.failed(error)])
 
     def _leave(self) -> None:
         self._stop_watch()
-        self._site.legs.pop(self._request.attempt_id, None)
+        self._site.legs.pop(self.attempt_id, None)
 
     def _stop_watch(self) -> None:
         if self._watch is not None and self._watch is not asyncio.current_task():
@@ -198,7 +196,7 @@ class DecodeLeg:
 
     def _tell_peer(self, error: BuswayError) -> None:
         if self._bootstrap is not None and self._first_token_at is None:
-            self._site.tell_stranded(self._bootstrap.prefill_worker, self._request.attempt_id, error)
+            self._site.tell_stranded(self._bootstrap.prefill_worker, self.attempt_id, error)
 
     def _cut_short(self, output: Output) -> BuswayError | None:
         """Return an error for a completion that SGLang ended before its length, as it does where its pool is small."""

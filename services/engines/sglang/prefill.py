@@ -29,6 +29,7 @@ class PrefillLeg:
     """
 
     def __init__(self, site: Site, leg: PrefillRequest, bootstrap: BootstrapInfo) -> None:
+        self.attempt_id = leg.request.attempt_id
         self._site = site
         self._request = leg.request
         self._bootstrap = bootstrap
@@ -65,17 +66,17 @@ class PrefillLeg:
         elif output.finish is not None:
             self._count(output)
             self._tell_landed(output)
-            self._site.rooms.delivered(self._request.attempt_id, time.monotonic())
+            self._site.rooms.delivered(self.attempt_id, time.monotonic())
             self._leave()
             self._site.ticks.add([self._done(output.prompt or PromptStats())])
 
     def abort(self, error: BuswayError | None) -> None:
         """See Leg."""
-        decode = self._site.rooms.decode_of(self._request.attempt_id)
+        decode = self._site.rooms.decode_of(self.attempt_id)
         self._end(error)
         if decode is not None:
             why = error or AbortedError("the request was aborted")
-            self._site.tell_stranded(decode[0], self._request.attempt_id, why)
+            self._site.tell_stranded(decode[0], self.attempt_id, why)
 
     def stranded(self, error: BuswayError) -> None:
         """See Leg."""
@@ -86,7 +87,7 @@ class PrefillLeg:
 
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """See Leg."""
-        if self._site.rooms.decode_of(self._request.attempt_id) == (worker, epoch):
+        if self._site.rooms.decode_of(self.attempt_id) == (worker, epoch):
             self._end(WorkerLostError(f"decode worker {worker} is gone", phase="transfer"))
 
     def is_running(self) -> bool:
@@ -115,10 +116,10 @@ class PrefillLeg:
         )
 
     def _tell_landed(self, output: Output) -> None:
-        prompt, decode = output.prompt or PromptStats(), self._site.rooms.decode_of(self._request.attempt_id)
+        prompt, decode = output.prompt or PromptStats(), self._site.rooms.decode_of(self.attempt_id)
         if decode is not None and output.token_ids:
             landed = Landed(
-                attempt_id=self._request.attempt_id,
+                attempt_id=self.attempt_id,
                 room=self._bootstrap.room,
                 first_token_id=output.token_ids[0],
                 num_bytes=prompt.num_bytes,
@@ -129,18 +130,18 @@ class PrefillLeg:
 
     def _done(self, prompt: PromptStats) -> PrefillDone:
         timings = Timings(prefill_queue_s=prompt.queue_s, prefill_s=prompt.prefill_s, kv_bytes=prompt.num_bytes)
-        return PrefillDone(attempt_id=self._request.attempt_id, params=self._bootstrap, timings=timings)
+        return PrefillDone(attempt_id=self.attempt_id, params=self._bootstrap, timings=timings)
 
     def _end(self, error: BuswayError | None) -> None:
-        self._site.rooms.failed(self._request.attempt_id, error, time.monotonic())
+        self._site.rooms.failed(self.attempt_id, error, time.monotonic())
         self._leave()
         self._site.abort(self._rid)
         if error is not None:
-            self._site.ticks.add([PrefillFailed(attempt_id=self._request.attempt_id, error=error.record())])
+            self._site.ticks.add([PrefillFailed(attempt_id=self.attempt_id, error=error.record())])
 
     def _leave(self) -> None:
         self._stop_waiting()
-        self._site.legs.pop(self._request.attempt_id, None)
+        self._site.legs.pop(self.attempt_id, None)
 
     def _stop_waiting(self) -> None:
         if self._unmet is not None:

@@ -10,6 +10,7 @@ from schemas.errors import BuswayError
 from schemas.hop import Ok
 from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.peer import Landed, Stranded
+from services.engines.adapter.faults import output_fault
 from services.engines.adapter.load import CountedLeg
 from services.engines.adapter.site import Abortable, AdapterSite
 from services.engines.sglang.rooms import RoomBook
@@ -24,6 +25,8 @@ NUM_TELLS = 3
 
 class Leg(Abortable, CountedLeg, Protocol):
     """One attempt on this engine."""
+
+    attempt_id: AttemptId
 
     def take(self, output: Output) -> None:
         """Take what a step made of this leg's request."""
@@ -66,14 +69,18 @@ class Site(AdapterSite[Leg], kw_only=True):
             self.thread.abort(rid)
 
     def take(self, output: Output) -> None:
-        """Take what a step made of a request."""
+        """Take what a step made of a request; what can't be read costs its leg alone."""
         self.num_outputs += 1
         leg = self.by_rid.get(output.rid)
         if output.is_last:
             self.by_rid.pop(output.rid, None)
             self.draining.discard(output.rid)
-        if leg is not None:
+        if leg is None:
+            return
+        try:
             leg.take(output)
+        except Exception as error:
+            leg.abort(output_fault("SGLang", leg.attempt_id, error))
 
     def tell_stranded(self, worker: WorkerId, attempt_id: AttemptId, error: BuswayError) -> None:
         """Tell a peer that its leg is on its own, in the background."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from schemas.errors import BuswayError, EngineError, KvTransferFailedError, RequestError
 from schemas.frames import TokenLogprobs
+from services.engines.adapter.faults import output_fault
 from services.engines.sglang.plugin import TRANSFER_MIB
 from services.engines.sglang.words import Output, PromptStats, Submission
 
@@ -41,7 +42,15 @@ class Translator:
         self._has_ended = False
 
     def output(self, chunk: dict[str, Any]) -> Output:
-        """Return our form of a chunk: what is new in it, and whether that was all."""
+        """Return our form of a chunk: what is new in it, and whether that was all. One that can't be read is an error;
+        SGLang's request goes on until it is aborted."""
+        try:
+            return self._output(chunk)
+        except Exception as error:
+            fault = output_fault("SGLang", self._submission.rid, error)
+            return Output(rid=self._submission.rid, error=fault, is_last=self._has_ended)
+
+    def _output(self, chunk: dict[str, Any]) -> Output:
         meta = chunk["meta_info"]
         reason = meta["finish_reason"]
         self._has_ended = reason is not None

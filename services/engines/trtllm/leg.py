@@ -8,19 +8,17 @@ A RequestError while iterating is that request's; anything else means that the e
 raised out of the engine.
 """
 
-import logging
 import time
 from abc import ABC, abstractmethod
 
 from schemas.errors import BuswayError, EngineError
 from schemas.request import GenerateRequest
+from services.engines.adapter.faults import output_fault
 from services.engines.prompt import num_prompt_tokens
 from services.engines.protocol import EngineEvent
 from services.engines.trtllm.api import RequestOutput
 from services.engines.trtllm.completion import Completion, LogprobRow
 from services.engines.trtllm.site import Site
-
-logger = logging.getLogger(__name__)
 
 
 class Leg(ABC):
@@ -111,12 +109,8 @@ class Leg(ABC):
             self.landed(output)
             if not self.is_muted:
                 self.take(output)
-        except BuswayError as error:
-            self.close(self.failed(error))
         except Exception as error:  # what one request's output has that can't be read is no reason to end the others
-            logger.exception("an output of %s can't be read", self.request.attempt_id)
-            unread = f"TensorRT-LLM's output can't be read: {type(error).__name__}: {error}"
-            self.close(self.failed(EngineError(unread)))
+            self.close(self.failed(output_fault("TensorRT-LLM", self.request.attempt_id, error)))
         if self.is_muted:
             self._abort_engine()
 

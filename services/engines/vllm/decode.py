@@ -15,13 +15,14 @@ from services.engines.vllm.sampling import sampling_values
 from services.engines.vllm.site import Site
 from services.engines.vllm.tally import Tally
 from services.engines.vllm.vouching import Params, Voucher, source_of
-from services.engines.vllm.words import CoreOutput, CoreRequest, fresh_core_id
+from services.engines.vllm.words import CoreOutput, CoreRequest, Finish, fresh_core_id
 
 
 class DecodeLeg:
     """One decode leg. With `params` its events are withheld until prefill has said that the KV was held throughout."""
 
     def __init__(self, site: Site, leg: DecodeRequest) -> None:
+        self.attempt_id = leg.request.attempt_id
         self._site = site
         self._leg = leg
         self._request = leg.request
@@ -38,9 +39,9 @@ class DecodeLeg:
         if self._voucher is None:
             self._submit()
         else:
-            self._site.legs[self._request.attempt_id] = self
+            self._site.legs[self.attempt_id] = self
             self._withheld = []
-            self._site.spawn(self._fetch(self._voucher), f"fetch {self._request.attempt_id}")
+            self._site.spawn(self._fetch(self._voucher), f"fetch {self.attempt_id}")
 
     def take(self, output: CoreOutput) -> None:
         """See Leg."""
@@ -54,9 +55,11 @@ class DecodeLeg:
             if is_first:
                 self._note_first(output)
                 events.append(self._frames.begun(self._tally.timings(self._site.spec.kv_bytes_per_token)))
-            self._deliver(events + self._events(output))
+            self._deliver(events + self._tokens(output))
+            if output.finish is not None:
+                self._deliver([self._finished(output.finish)])
             if is_first and self._withheld is not None and self._voucher is not None:
-                self._site.spawn(self._confirm(self._voucher), f"confirm {self._request.attempt_id}")
+                self._site.spawn(self._confirm(self._voucher), f"confirm {self.attempt_id}")
 
     def abort(self, error: BuswayError | None) -> None:
         """See Leg."""
@@ -137,17 +140,17 @@ class DecodeLeg:
         if self._params is not None:  # vLLM computes what its connector failed to load
             totals.num_recomputed_tokens += prompt.computed
 
-    def _events(self, output: CoreOutput) -> list[EngineEvent]:
-        events: list[EngineEvent] = []
+    def _tokens(self, output: CoreOutput) -> list[EngineEvent]:
+        if not output.token_ids:
+            return []
+        self._site.totals.num_generated_tokens += len(output.token_ids)
+        return [self._frames.tokens(output.token_ids, output.logprobs)]
+
+    def _finished(self, finish: Finish) -> Finished:
         frames, tally = self._frames, self._tally
-        if output.token_ids:
-            events.append(frames.tokens(output.token_ids, output.logprobs))
-            self._site.totals.num_generated_tokens += len(output.token_ids)
-        if output.finish is not None:
-            reason: FinishReason = "length" if output.finish == "length" else "stop"
-            timings = tally.timings(self._site.spec.kv_bytes_per_token)
-            events.append(frames.finished(reason, tally.usage(frames.num_tokens), timings))
-        return events
+        reason: FinishReason = "length" if finish == "length" else "stop"
+        timings = tally.timings(self._site.spec.kv_bytes_per_token)
+        return frames.finished(reason, tally.usage(frames.num_tokens), timings)
 
     def _deliver(self, events: list[EngineEvent]) -> None:
         if self._withheld is not None:
@@ -162,10 +165,10 @@ class DecodeLeg:
         self._site.ticks.add(events)
 
     def _leave(self) -> None:
-        self._site.leave(self._request.attempt_id, self._core_id)
+        self._site.leave(self.attempt_id, self._core_id)
 
     def _is_here(self) -> bool:
-        return self._site.legs.get(self._request.attempt_id) is self
+        return self._site.legs.get(self.attempt_id) is self
 
     def _delivered(self) -> CompletionFrames:
         return self._frames if self._withheld is None else CompletionFrames(self._request)

@@ -11,6 +11,7 @@ from schemas.ids import AttemptId, Epoch, WorkerId
 from schemas.message import Message
 from schemas.model_card import ModelCard
 from schemas.peer import ConfirmRequest, LeaseRequest, Verdict
+from services.engines.adapter.faults import output_fault
 from services.engines.adapter.load import BlocksLoad, LegsLoad, engine_load
 from services.engines.adapter.profile import layout_digest, limits_of
 from services.engines.adapter.site import running
@@ -22,8 +23,8 @@ from services.engines.vllm.core import CoreThread
 from services.engines.vllm.decode import DecodeLeg
 from services.engines.vllm.prefill import PrefillLeg
 from services.engines.vllm.sampling import check_request
-from services.engines.vllm.site import Site
-from services.engines.vllm.words import CoreGauges, CoreSpec, LaunchOptions, StepReport
+from services.engines.vllm.site import Leg, Site
+from services.engines.vllm.words import CoreGauges, CoreOutput, CoreSpec, LaunchOptions, StepReport
 from services.pass_times import PassTimes
 
 
@@ -156,11 +157,21 @@ class VllmEngine:
         for output in report.outputs:
             leg = site.by_core_id.get(output.id)
             if leg is not None:
-                leg.take(output)
+                self._take(site, leg, output)
             elif output.kv_transfer_params is not None:  # aborted here while its last step was under way
                 site.core.release(output.id)
         site.held.freed(report.freed, num_expired=report.num_expired, now=time.monotonic())
         site.ticks.flush()
+
+    def _take(self, site: Site, leg: Leg, output: CoreOutput) -> None:
+        """Give a leg its output; what can't be read costs that leg alone, and frees what it held."""
+        try:
+            leg.take(output)
+        except Exception as error:
+            leg.abort(output_fault("vLLM", leg.attempt_id, error))
+            site.held.revoke(leg.attempt_id, time.monotonic())
+            if output.kv_transfer_params is not None:
+                site.core.release(output.id)
 
     def _profile(self, spec: CoreSpec) -> EngineProfile:
         return EngineProfile(

@@ -18,6 +18,7 @@ class PrefillLeg:
     """One prefill leg. After its result the KV is the HeldTable's and this object is gone."""
 
     def __init__(self, site: Site, leg: PrefillRequest) -> None:
+        self.attempt_id = leg.request.attempt_id
         self._site = site
         self._request = leg.request
         self._core_id = fresh_core_id(leg.request.attempt_id)
@@ -41,7 +42,7 @@ class PrefillLeg:
         """See Leg. The engine's one output for this leg is its last."""
         if output.finish is None:
             return
-        site, attempt_id = self._site, self._request.attempt_id
+        site, attempt_id = self._site, self.attempt_id
         site.leave(attempt_id, self._core_id)
         if output.finish not in ("stop", "length") or not output.token_ids:
             why = output.error or EngineError(f"vLLM ended the prefill with {output.finish}")
@@ -57,10 +58,10 @@ class PrefillLeg:
 
     def abort(self, error: BuswayError | None) -> None:
         """See Leg."""
-        self._site.leave(self._request.attempt_id, self._core_id)
+        self._site.leave(self.attempt_id, self._core_id)
         self._site.core.abort(self._core_id)
         if error is not None:
-            self._site.ticks.add([PrefillFailed(attempt_id=self._request.attempt_id, error=error.record())])
+            self._site.ticks.add([PrefillFailed(attempt_id=self.attempt_id, error=error.record())])
 
     def is_running(self) -> bool:
         """See Leg."""
@@ -71,7 +72,7 @@ class PrefillLeg:
         return num_prompt_tokens(self._request)
 
     def _done(self, output: CoreOutput) -> PrefillDone | PrefillFailed:
-        site, attempt_id, params = self._site, self._request.attempt_id, output.kv_transfer_params
+        site, attempt_id, params = self._site, self.attempt_id, output.kv_transfer_params
         if params is not None:  # connectors that find the KV by themselves (shared storage) return none, and hold none
             site.held.grant(attempt_id, self._core_id, lease_s=site.spec.lease_s, granted_at=time.monotonic())
         elif site.spec.is_nixl:
@@ -84,7 +85,7 @@ class PrefillLeg:
 
     def _ended(self, output: CoreOutput, reason: FinishReason) -> PrefillEnded:
         return PrefillEnded(
-            attempt_id=self._request.attempt_id,
+            attempt_id=self.attempt_id,
             token_id=output.token_ids[0],
             reason=reason,
             num_cached_tokens=output.prompt.local_cache if output.prompt is not None else 0,

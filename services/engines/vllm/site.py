@@ -15,6 +15,8 @@ from services.engines.vllm.words import CoreOutput, CoreSpec
 class Leg(Abortable, CountedLeg, Protocol):
     """One attempt on this engine."""
 
+    attempt_id: AttemptId
+
     def take(self, output: CoreOutput) -> None:
         """Take what a step made of this leg's request."""
         ...
