@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from schemas.errors import RequestError
+from services.engines.adapter.faults import output_fault
 from services.engines.vllm.own_metrics import OwnMetrics
 from services.engines.vllm.prefix_cache import PrefixCacheView
 from services.engines.vllm.sources import Source, poisoned_blocks, shares
@@ -135,11 +136,19 @@ class Stepper:
         source = self._unproven.get(output.request_id)
         if source is not None:
             source.note(output)
+            if str(output.finish_reason) in ("abort", "error"):  # nobody will ask what became of its KV
+                self.disown(output.request_id)
         if output.finish_reason is not None:
             self._running.pop(output.request_id, None)
             if output.request_id in self._core.scheduler.requests:
                 self._delayed.add(output.request_id)
-        return from_core(output, running.num_logprobs if running is not None else None, events)
+        try:
+            return from_core(output, running.num_logprobs if running is not None else None, events)
+        except Exception as error:  # what can't be read is no reason to end the others
+            self.abort(output.request_id)
+            self.release(output.request_id)
+            fault = output_fault("vLLM", output.request_id, error)
+            return CoreOutput(id=output.request_id, finish="error", error=fault)
 
     def _freed(self) -> tuple[str, ...]:
         if not self._delayed:
