@@ -21,7 +21,7 @@ from services.engines.adapter.site import running
 from services.engines.adapter.tick import TickEmitter
 from services.engines.prompt import num_prompt_tokens
 from services.engines.protocol import CacheChanged, Emit, EngineLoad, EngineProfile, PeerLink
-from services.engines.tasks import one_error
+from services.engines.tasks import one_error, spawner
 from services.engines.trtllm.api import Llm, TrtllmApi
 from services.engines.trtllm.context_leg import ContextLeg
 from services.engines.trtllm.facts import DEFAULT_KV_TIMEOUT_S, kv_capacity, kv_timeout_s, profile
@@ -164,7 +164,7 @@ class TrtllmEngine:
         tasks: asyncio.TaskGroup,
         died: "asyncio.Future[None]",
     ) -> Site:
-        def spawn(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
+        def follow(coroutine: Coroutine[object, object, None], name: str) -> "asyncio.Task[None]":
             return tasks.create_task(coroutine, name=name)
 
         def on_death(error: Exception) -> None:
@@ -178,7 +178,8 @@ class TrtllmEngine:
             limits=limits_of(engine_profile),
             link=peers,
             ticks=TickEmitter(emit),
-            spawn=spawn,
+            spawn=spawner(tasks),
+            follow=follow,
             engine=Submitter(api, llm, engine_profile.card.eos_token_ids, on_death),
             book=LoadBook(
                 block_size=engine_profile.block_size,

@@ -63,7 +63,7 @@ class Leg(ABC):
         """Submit and follow the request."""
         self.output = self.submit()
         self.site.legs[self.request.attempt_id] = self
-        self.site.spawn(self._follow(), f"trtllm-{self.request.attempt_id}")
+        self.site.follow(self._follow(), f"trtllm-{self.request.attempt_id}")
 
     def close(self, *events: EngineEvent) -> None:
         """End the attempt with its last events; the engine's request drains, if it hasn't ended."""

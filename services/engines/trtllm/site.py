@@ -12,6 +12,7 @@ from schemas.errors import EngineError, RequestError
 from schemas.request import GenerateRequest
 from services.engines.adapter.site import AdapterSite
 from services.engines.prompt import prompt_ids
+from services.engines.tasks import Spawn
 from services.engines.trtllm.api import Llm, RequestOutput, TrtllmApi, parameters_of
 from services.engines.trtllm.held import HeldKv
 from services.engines.trtllm.ids import DisaggIds
@@ -102,9 +103,10 @@ class UsedHandoffs:
 
 
 class Site(AdapterSite["Leg"], kw_only=True):
-    """`draining` are the legs that only the engine isn't done with yet. Unlike other adapters' tasks, an error that
-    ends one of `spawn` ends the engine."""
+    """`draining` are the legs that only the engine isn't done with yet. `follow` begins a task whose error is the
+    engine's end: whoever iterates over a request hears first that the executor is gone."""
 
+    follow: Spawn
     engine: Submitter
     book: LoadBook
     held: HeldKv

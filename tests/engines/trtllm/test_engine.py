@@ -469,6 +469,22 @@ async def test_an_output_that_cant_be_read_costs_its_request_alone(monkeypatch):
         assert not p.run.done()
 
 
+async def test_a_fault_in_telling_prefill_that_its_kv_was_fetched_ends_nothing(caplog):
+    async def fails(worker, message):
+        if isinstance(message, ConfirmRequest):
+            raise ValueError("a fault of ours")
+        return 1
+
+    async with scene_of() as scene:
+        p, d, request = scene["p"], scene["d"], request_for(prompt(20), max_tokens=4)
+        scene.link.meddle = fails
+        assert len(await pulled(p.host, d.host, request)) == 4
+        await d.host.until(lambda: "a fault of ours" in caplog.text)
+        scene.link.meddle = None
+        assert len(await pulled(p.host, d.host, request_for(prompt(9), max_tokens=3))) == 3
+        assert not d.run.done()
+
+
 async def test_any_other_error_while_iterating_ends_the_engine():
     scene = Scene()
     async with seated(scene, "both") as seat:
