@@ -22,7 +22,7 @@ QUESTIONS = (
 )
 FLEETS = [
     pytest.param(names, id="-".join(names), marks=[mark for name in names for mark in marks(case_named(name))])
-    for names in (("sim", "torch"), ("torch", "vllm"))
+    for names in (("sim", "torch"), ("torch", "vllm"), ("torch", "sglang"))
 ]
 
 
@@ -85,5 +85,5 @@ async def test_each_model_is_served_by_its_own_engines(models: list[str], confor
             together = [(pair, tasks.create_task(ask(http, *pair))) for pair in asked * 4]
         for pair, task in together:
             assert task.result() == alone[pair]
-        strange = await http.post("/v1/completions", json={"model": "sglang", "prompt": "x"})
+        strange = await http.post("/v1/completions", json={"model": "nobodys", "prompt": "x"})
         assert strange.status == 404
