@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.conformance_sglang, pytest.mark.timeout(600)]
     [
         (("--no-such-flag",), "--no-such-flag"),
         (("--dp-size", "2"), "one busway worker for each data-parallel replica"),
+        (("--disaggregation-mo", "decode"), "--disaggregation-mode (--disaggregation-mo for short) is busway's to set"),
     ],
-    ids=["sglang-flag", "sglang-replicas"],
+    ids=["sglang-flag", "sglang-replicas", "sglang-short-flag"],
 )
 def test_it_is_refused_by_name(
     words: tuple[str, ...], said: str, conformance_server, tiny_model, tmp_path: Path

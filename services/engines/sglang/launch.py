@@ -20,6 +20,8 @@ from services.engines.sglang.words import EngineSpec, LaunchOptions
 
 MODES = {"prefill": "prefill", "decode": "decode", "both": "null"}
 OURS = ("--model", "--model-path", "--disaggregation-mode", "--skip-tokenizer-init", "--tokenizer-worker-num")
+UNREAD = "--config"  # a file that SGLang's own program reads, not its parser
+OURS_WHY = "is busway's to set, by --model and --role"
 WILDCARDS = ("0.0.0.0", "::", "")
 FAKE_HOST = "2.2.2.2"  # SGLang's word for: don't transfer any KV, decode from whatever is there
 RENDEZVOUS_S = "600"
@@ -50,14 +52,15 @@ def start_engine(options: LaunchOptions, kv_events_address: str) -> tuple[Any, E
 
 
 def refuse_ours(words: Sequence[str]) -> None:
-    """Raise RequestError for words that busway's own would replace without a word; argparse takes shortened ones, too.
-    None of SGLang's other flags is the beginning of one of ours."""
+    """Raise RequestError for words that would be replaced by busway's own, or not looked at, without a word. argparse
+    takes shortened ones, too; none of SGLang's other flags is the beginning of one of these."""
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
-        flag = next((one for one in OURS if one.startswith(name)), None)
+        flag = next((one for one in (*OURS, UNREAD) if one.startswith(name)), None)
         if flag is not None and name.startswith("--") and name != "--":
             short = "" if name == flag else f" ({name} for short)"
-            raise RequestError(f"{flag}{short} is busway's to set, by --model and --role", param="engine_words")
+            why = "is not read here: give its settings as flags" if flag == UNREAD else OURS_WHY
+            raise RequestError(f"{flag}{short} {why}", param="engine_words")
 
 
 def _set_environment(options: LaunchOptions) -> None:

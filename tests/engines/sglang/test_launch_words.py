@@ -30,6 +30,12 @@ def test_ours_for_short_is_refused_by_its_whole_name(word: str, flag: str) -> No
         refuse_ours(("--tp-size", "2", word, "x"))
 
 
+@pytest.mark.parametrize("word", ["--config", "--config=x.yaml", "--confi"])
+def test_a_file_that_nobody_would_read_is_refused(word: str) -> None:
+    with pytest.raises(RequestError, match=r"--config.* is not read here"):
+        refuse_ours((word, "x.yaml"))
+
+
 def test_the_rest_is_sglangs() -> None:
     refuse_ours(("--tp-size", "2", "--disaggregation-bootstrap-port", "8998", "--model-loader-extra-config", "{}"))
-    refuse_ours(("--tokenizer-path", "-", "--", "decode", "--model-impl=auto"))
+    refuse_ours(("--tokenizer-path", "-", "--", "decode", "--model-impl=auto", "--context-length=9"))
