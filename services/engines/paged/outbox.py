@@ -6,6 +6,7 @@ bounds memory, the age of what clients see, and how long a fast engine can keep 
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -33,7 +34,7 @@ class Outbox:
         self._num_undelivered = 0
         self._is_closed = False
         self._delivered = threading.Condition()
-        self._muted: set[AttemptId] = set()
+        self._muted: Counter[AttemptId] = Counter()
 
     def put(self, notices: list[Notice | Unmute]) -> None:
         """Queue a step's notices (engine's thread); waits while too many steps are undelivered."""
@@ -46,8 +47,8 @@ class Outbox:
                 self._delivered.wait()
 
     def mute(self, attempt_id: AttemptId) -> None:
-        """Swallow an aborted attempt's notices until its Unmute (loop's thread)."""
-        self._muted.add(attempt_id)
+        """Swallow an aborted attempt's notices until its Unmute, of several the last (loop's thread)."""
+        self._muted[attempt_id] += 1
 
     def close(self) -> None:
         """Deliver nothing more and never wait again."""
@@ -76,7 +77,9 @@ class Outbox:
         audible: list[Notice] = []
         for notice in pending:
             if isinstance(notice, Unmute):
-                self._muted.discard(notice.attempt_id)
+                self._muted.subtract((notice.attempt_id,))
+                if not self._muted[notice.attempt_id]:
+                    del self._muted[notice.attempt_id]
             elif notice.attempt_id not in self._muted:
                 audible.append(notice)
         return audible

@@ -27,7 +27,7 @@ class StepLoop:
         self._orders: deque[Order] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
-        self._unmutes: list[Unmute] = []
+        self._told: list[Notice | Unmute] = []
         self.progress = PassProgress()
 
     def post(self, order: Order) -> None:
@@ -41,8 +41,9 @@ class StepLoop:
         self._wake.set()
 
     def unmute(self, attempt_id: AttemptId) -> None:
-        """Tell the outbox, behind all notices so far, that an abort has been applied."""
-        self._unmutes.append(Unmute(attempt_id))
+        """Tell the outbox that an abort has been applied: behind all notices so far, before those of an attempt of the
+        same id that comes in the same turn."""
+        self._told += [*self._scheduler.take(), Unmute(attempt_id)]
 
     def run(self) -> None:
         """Step until stopped; raises what the runner raises."""
@@ -66,12 +67,11 @@ class StepLoop:
             orders.popleft()(time.monotonic())
 
     def _flush(self) -> None:
-        notices: list[Notice | Unmute] = [*self._scheduler.take(), *self._unmutes]
+        notices, self._told = [*self._told, *self._scheduler.take()], []
         changes = self._scheduler.cache_changes()
         if changes:  # first: whoever hears that a prompt is done may ask what is cached
             notices.insert(0, CacheChanged(changes=changes))
         if notices:
-            self._unmutes.clear()
             self._outbox.put(notices)
 
     def _idle(self) -> None:

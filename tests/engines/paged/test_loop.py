@@ -208,6 +208,38 @@ async def test_an_abort_is_silent_at_once_and_frees_everything_within_a_step() -
         assert not office.of(request, (Finished, Failed))
 
 
+@pytest.mark.parametrize("num_aborts", [1, 2])
+async def test_an_attempt_that_comes_right_behind_its_abort_is_heard(num_aborts: int) -> None:
+    """All of it in one turn of the engine, held up until all of it is there."""
+    async with an_office() as office:
+        request, is_there = a_request(prompt(3, 9), 4), threading.Event()
+        office.desk._steps.post(lambda now: is_there.wait() and None)
+        for _ in range(num_aborts):
+            office.desk.abort(request.attempt_id)
+        office.desk.reserve(request)
+        is_there.set()
+        await office.until(lambda: office.of(request, BlocksReserved), 5.0)
+        office.desk.abort(request.attempt_id)
+        await office.is_empty()
+
+
+async def test_of_two_aborts_only_notices_come_out() -> None:
+    """The second is given before the first one's end is delivered, and applied after it."""
+    async with an_office() as office:
+        request, may_go_on = a_request(prompt(3, 9), 4), threading.Event()
+        other = a_request(prompt(5, 9), 4)
+        office.desk.abort(request.attempt_id)
+        while not office.desk._outbox._pending:
+            time.sleep(0.001)  # noqa: ASYNC251  the event loop must not turn before the second one
+        office.desk._steps.post(lambda now: may_go_on.wait() and None)
+        office.desk.abort(request.attempt_id)
+        await asyncio.sleep(0)
+        may_go_on.set()
+        office.desk.generate(other)
+        await office.ended(other)
+        assert office.of(request) == []
+
+
 async def test_aborting_two_hundred_requests_that_await_kv_leaks_no_block() -> None:
     async with an_office(num_blocks=64, max_num_seqs=8) as office:
         requests = [a_request(prompt(i, 20), 4) for i in range(200)]
