@@ -38,6 +38,17 @@ async def test_the_first_token_is_counted_once(desk: Desk, max_tokens: int) -> N
         assert got.finished.usage.prompt_tokens == 40
 
 
+async def test_a_request_may_ask_for_all_that_the_context_holds(desk: Desk) -> None:
+    """As one that says no max_tokens does."""
+    ids = prompt(50, salt=4)
+    alone = (await desk.aggregated(desk.request(ids, 8))).ids
+    stop = next(token for token in alone[1:] if token != alone[0])
+    rest = (await desk.record(desk.pair.decode)).longest_sequence_tokens - len(ids)
+    got = await desk.disaggregated(desk.request(ids, rest, stop_token_ids=(stop,)))
+    assert got.ids == alone[: alone.index(stop) + 1]
+    assert got.finished.reason == "stop"
+
+
 async def test_a_stop_id_drawn_in_prefill_ends_the_request_and_frees_its_kv(desk: Desk) -> None:
     ids = prompt(50, salt=3)
     first = (await desk.aggregated(desk.request(ids, 1))).ids[0]

@@ -63,7 +63,7 @@ class SglangEngine:
                 site = self._site = Site(
                     worker=worker,
                     epoch=epoch,
-                    limits=_limits(spec, profile),
+                    limits=limits(spec, profile),
                     link=peers,
                     ticks=TickEmitter(emit),
                     spawn=spawner(tasks),
@@ -209,7 +209,7 @@ class SglangEngine:
             total_kv_blocks=spec.num_tokens // spec.page_size,
             max_num_seqs=spec.max_running,
             max_batched_tokens=spec.max_batched_tokens,
-            max_context_tokens=spec.max_context_tokens,
+            max_context_tokens=spec.context_limit,
             kv_layout=kv_layout(spec),
             kv_dtype=spec.kv_dtype,
             engine_version=spec.version,
@@ -229,8 +229,6 @@ def kv_layout(spec: EngineSpec) -> str:
     return layout_digest(spec.version, spec.transfer_backend, spec.page_size, spec.pp_size, tp_size)
 
 
-def _limits(spec: EngineSpec, profile: EngineProfile) -> Limits:
-    """Return what SGLang serves without cutting a completion short: it does so where prompt (in whole pages) and
-    completion, with a page and a token to spare, exceed its pool (sglang/srt/mem_cache/allocator/base.py@0.5.23)."""
-    num_blocks = (spec.num_tokens - 1) // spec.page_size - 2
-    return msgspec.structs.replace(limits_of(profile), num_blocks=num_blocks, vocab_size=spec.vocab_size)
+def limits(spec: EngineSpec, profile: EngineProfile) -> Limits:
+    """Return what SGLang serves without cutting a completion short."""
+    return msgspec.structs.replace(limits_of(profile), num_blocks=spec.num_usable_blocks, vocab_size=spec.vocab_size)

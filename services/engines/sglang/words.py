@@ -50,6 +50,18 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_metrics: bool
     kv_bytes_per_block: int
 
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that one request may fill without being cut short: SGLang does that where prompt (in whole pages) and
+        completion, with a page and a token to spare, exceed its pool (sglang/srt/mem_cache/allocator/base.py@0.5.23).
+        """
+        return (self.num_tokens - 1) // self.page_size - 2
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens of prompt and completion together that a request may have."""
+        return min(self.max_context_tokens, self.num_usable_blocks * self.page_size)
+
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the engine gets it. `sampling` are SamplingParams' arguments; with `room` it is a leg of the
