@@ -12,7 +12,10 @@ from schemas.worker import RuntimeConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
-    """What of a model's path is live and ready. `digest` is the one requests go to (the newest complete one)."""
+    """What of a model's path is live and ready. `digest` is the one requests go to (the newest complete one).
+
+    `max_context_tokens`: prompt and completion together that the best of its ways holds. Routers send each request to
+    workers that hold it, so the smaller ones limit nobody."""
 
     model: str
     digest: str
@@ -88,8 +91,8 @@ def _path(
     num_both = sum(worker.role == "both" for worker in ready)
     pair_groups = prefill_groups & decode_groups
     lenient = [worker for worker in decode if not (worker.is_strict or has_strict_router)]
-    # Any of these may get a request, so the least of their contexts counts.
-    serving = [it for it in ready if it.role == "both" or (it.compat in pair_groups if pair_groups else it in lenient)]
+    alone = [worker for worker in ready if worker.role == "both"] + ([] if pair_groups else lenient)
+    contexts = [_longest(alone), *(_pair_context(ready, compat) for compat in pair_groups)]
     return ModelPath(
         model=model,
         digest=digest,
@@ -102,5 +105,16 @@ def _path(
         is_disaggregated=bool(pair_groups),
         is_aggregated=num_both > 0 or bool(lenient),
         is_strict=bool(decode) and not lenient,
-        max_context_tokens=min((it.longest_sequence_tokens for it in serving or ready), default=0),
+        max_context_tokens=max(contexts) or _longest(ready),
     )
+
+
+def _pair_context(ready: Sequence[RuntimeConfig], compat: str) -> int:
+    """Return what the largest prefill worker of a compatibility group and its largest decode worker both hold."""
+    group = [worker for worker in ready if worker.compat == compat]
+    prefill, decode = ([worker for worker in group if worker.role == role] for role in ("prefill", "decode"))
+    return min(_longest(prefill), _longest(decode))
+
+
+def _longest(workers: Sequence[RuntimeConfig]) -> int:
+    return max((worker.longest_sequence_tokens for worker in workers), default=0)

@@ -22,6 +22,7 @@ from services.router.candidates import RETRY_AFTER_S, Candidate, Path, decode_pa
 from services.router.explanations import Explanations
 from services.router.kv_desk import KvDesk
 from services.router.kv_policy import Decision, without_local
+from services.router.lengths import Lengths
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Leg, Picker
 from services.router.route_words import Ask
@@ -85,10 +86,12 @@ class Dispatcher:
         self._last_prompt_at: dict[str, float] = {}
 
     def path(self, request: GenerateRequest) -> Path:
-        """Return who can take a new request's first leg; raises UnavailableError or CapacityError."""
+        """Return who can take a request's first leg; raises UnavailableError, CapacityError, or ContextOverflowError
+        for one that is longer than the workers' sequences may be."""
         digest = request.model_digest
         configs = [one for one in self._of_model(request.model) if digest in ("", one.model_digest)]
-        return find_path(configs, self._load_of, is_strict=self._is_strict)
+        is_again = bool(request.resume or request.avoid)
+        return find_path(configs, self._load_of, Lengths.of(request), is_strict=self._is_strict, is_again=is_again)
 
     def choose(
         self,
@@ -104,10 +107,11 @@ class Dispatcher:
         may be a decode leg without params, if `may_stay`: the prompt stays there.
 
         Raises CapacityError when everyone is full or was tried, UnavailableError when the path is gone (with a wait of
-        0 s where another has taken its place), AdmissionError when the first token would come too late.
+        0 s where another has taken its place), AdmissionError when the first token would come too late,
+        ContextOverflowError when nobody that is left holds a request so long.
         """
         if compat:
-            candidates: Iterable[Candidate] = decode_partners(self._of_model(request.model), self._load_of, compat)
+            candidates: Iterable[Candidate] = self._decode_partners(request, compat)
         else:
             now = self.path(request)
             if now.handoff != path.handoff:
@@ -186,11 +190,7 @@ class Dispatcher:
 
     def _stay_or_go(self, kv: KvDesk, request: GenerateRequest, remote: Decision, path: Path, compat: str) -> Decision:
         """Return the decision after a look at the decode workers of that compatibility group."""
-        decoders = [
-            one
-            for one in decode_partners(self._of_model(request.model), self._load_of, compat)
-            if one.config.worker_id not in request.avoid
-        ]
+        decoders = [one for one in self._decode_partners(request, compat) if one.config.worker_id not in request.avoid]
         willing = [one for one in decoders if not (self._is_strict or one.config.is_strict)]
         if not willing:
             return without_local(remote, "strict" if decoders else "no room")
@@ -250,9 +250,10 @@ class Dispatcher:
     ) -> Hop:
         number = self.book.next_number()
         dispatch = Dispatch(router=self._router, epoch=self._epoch, number=number)
-        worker = None if self.picker.is_group and not request.avoid else config.worker_id
-        worker_epoch = None if worker is None else config.epoch
         leg: Leg = "decode" if decision is not None and decision.is_local else ask.leg
+        is_for_any = self.picker.is_group and not request.avoid and self._is_held_by_any(request, leg, config)
+        worker = None if is_for_any else config.worker_id
+        worker_epoch = None if worker is None else config.epoch
         message: PrefillRequest | DecodeRequest
         if leg == "prefill":
             message = PrefillRequest(
@@ -281,6 +282,17 @@ class Dispatcher:
             num_tokens=_num_to_compute(ask, request, decision),
             decision=decision,
         )
+
+    def _is_held_by_any(self, request: GenerateRequest, leg: Leg, config: RuntimeConfig) -> bool:
+        """Return whether whoever in the queue group gets the leg can hold it; those about to join it included."""
+        lengths = Lengths.of(request)
+        group = [one for one in self._of_model(config.model) if one.compat == config.compat]
+        if leg == "prefill":
+            return all(lengths.fit_prefill(one) for one in group if one.role == "prefill")
+        return all(lengths.fit_decode(one) for one in group if one.role != "prefill")
+
+    def _decode_partners(self, request: GenerateRequest, compat: str) -> list[Candidate]:
+        return decode_partners(self._of_model(request.model), self._load_of, compat, Lengths.of(request))
 
     def _subject(self, leg: Leg, config: RuntimeConfig, worker: WorkerId | None) -> str:
         if worker is not None:

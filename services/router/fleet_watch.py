@@ -74,7 +74,7 @@ class FleetWatch:
             self._router.worker_left(config.worker_id, config.epoch)
 
     def _explain(self) -> None:
-        """Log once whatever keeps workers from being paired, or prompts from being as long as others could hold."""
+        """Log once whatever keeps workers from being paired, or requests from workers that are too small for them."""
         workers = list(self._fleet.workers.values())
         reasons = {*incompatibilities(workers), *short_contexts(workers)}
         for reason in sorted(reasons - self._reasons):

@@ -46,23 +46,30 @@ def test_what_is_live_decides_and_what_lacks_is_named(
     assert (found.is_complete, found.missing) == (is_complete, missing)
 
 
-def test_the_context_is_what_any_ready_worker_can_hold() -> None:
+def test_the_context_is_what_both_ends_of_a_path_hold() -> None:
     small_pool = msgspec.structs.replace(D, total_kv_blocks=4, block_size=16)
     assert path(P, D).max_context_tokens == 512
     assert path(P, small_pool).max_context_tokens == 64
     assert path(P, D, msgspec.structs.replace(small_pool, state="starting")).max_context_tokens == 512
 
 
-def test_a_small_worker_that_gets_no_request_leaves_the_context_as_it_is() -> None:
+def test_a_small_worker_leaves_the_context_of_larger_ones_as_it_is() -> None:
     def small(worker: RuntimeConfig, **changes: str) -> RuntimeConfig:
         return msgspec.structs.replace(worker, worker_id=WorkerId("small"), max_context_tokens=20, **changes)
 
-    for lonely in (small(P, compat="other"), small(D, compat="other")):
-        assert path(P, D, lonely).max_context_tokens == 512
-    assert path(P, D, small(D)).max_context_tokens == 20
-    assert path(P, D, small(BOTH, compat="other")).max_context_tokens == 20
-    assert path(P, small(D, compat="other")).max_context_tokens == 20
+    for joined in (small(P), small(D), small(P, compat="other"), small(D, compat="other"), small(BOTH)):
+        assert path(P, D, joined).max_context_tokens == 512
     assert path(BOTH, small(STRICT)).max_context_tokens == 512
+    assert path(BOTH, small(P), small(D)).max_context_tokens == 512
+    assert path(D, small(D)).max_context_tokens == 512
+
+
+def test_a_worker_without_a_partner_as_large_promises_nothing() -> None:
+    small = msgspec.structs.replace(D, worker_id=WorkerId("small"), max_context_tokens=20)
+    assert path(P, small).max_context_tokens == 20
+    lonely = msgspec.structs.replace(D, compat="other")
+    assert path(P, small, lonely).max_context_tokens == 20
+    assert path(P, small, BOTH).max_context_tokens == 512
 
 
 def test_of_two_digests_the_complete_one_whose_workers_are_newest_serves() -> None:

@@ -88,3 +88,26 @@ def test_a_leg_names_the_process_it_is_for(make_config: MakeConfig, make_request
             for leg, compat in COMPAT_OF_LEG.items()
         ]
         assert tuple(hop.message.worker_epoch for hop in hops) == epochs
+
+
+def test_a_queue_group_with_a_member_too_small_for_a_request_is_passed_by(
+    make_config: MakeConfig, make_request: MakeRequest
+) -> None:
+    """NATS picks any member; a worker about to join is one before the router hears that it is ready."""
+    configs = [make_config("p1", "prefill"), make_config("d1", "decode")]
+    small = [
+        msgspec.structs.replace(one, worker_id=WorkerId(f"small-{one.role}"), max_context_tokens=20, state="starting")
+        for one in configs
+    ]
+    dispatcher = a_dispatcher([*configs, *small], policy="queue")
+
+    def chosen(num_tokens: int) -> list[WorkerId | None]:
+        request = make_request(num_tokens)
+        path = dispatcher.path(request)
+        return [
+            dispatcher.choose(Ask(leg=leg), request, path, tried=set(), compat=compat).worker
+            for leg, compat in COMPAT_OF_LEG.items()
+        ]
+
+    assert chosen(12) == [None, None]
+    assert chosen(13) == ["p1", "d1"]
