@@ -7,7 +7,7 @@ from collections.abc import Set
 import msgspec
 
 from schemas.errors import BuswayError, WorkerLostError
-from schemas.frames import Finished, FinishReason, Tokens, Usage
+from schemas.frames import Begun, Finished, FinishReason, Tokens, Usage
 from schemas.ids import AttemptId, WorkerId
 from schemas.request import Deadlines, GenerateRequest
 
@@ -22,11 +22,18 @@ class Delivered:
         self._end_ids = end_ids
         self._avoid: dict[WorkerId, None] = dict.fromkeys(request.avoid)
         self._num_given = len(request.resume)
+        self._first_hit: int | None = None
+        self._is_continued = False
 
     @property
     def has_begun(self) -> bool:
         """Whether the caller has got a token."""
         return len(self.token_ids) > self._num_given
+
+    def begun(self, frame: Begun) -> None:
+        """Note the prefix hit of whoever is about to give the first token."""
+        if not self.has_begun:
+            self._first_hit = frame.cached_tokens
 
     def add(self, frame: Tokens) -> None:
         self.token_ids += frame.token_ids
@@ -40,6 +47,7 @@ class Delivered:
         request = self._request
         deadlines = request.deadlines
         if self.has_begun:
+            self._is_continued = True
             deadlines = Deadlines(total=deadlines.total, inter_token_s=deadlines.inter_token_s)
         return msgspec.structs.replace(
             request,
@@ -82,14 +90,16 @@ class Delivered:
 
     def usage(self, last: Usage | None, num_resubmits: int) -> Usage:
         """Return the usage of the whole completion, given the last attempt's: the prompt counts once, resumed ids are
-        no part of it."""
+        no part of it. What an attempt that went on found in a cache was put there by those before it: the prompt's hit
+        is that of the one who gave the first token."""
         num_prompt_tokens = len(self._request.token_ids)
+        hit = last.cached_tokens if last is not None and not self._is_continued else self._first_hit or 0
         last = last or Usage(prompt_tokens=num_prompt_tokens, completion_tokens=0)
         return msgspec.structs.replace(
             last,
             prompt_tokens=num_prompt_tokens,
             completion_tokens=len(self.token_ids),
-            cached_tokens=min(last.cached_tokens, num_prompt_tokens),
+            cached_tokens=min(hit, num_prompt_tokens),
             num_resubmits=num_resubmits,
             is_resumed=self.is_inexact,
         )

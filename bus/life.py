@@ -49,7 +49,7 @@ from schemas.errors import (
     WorkerLostError,
     error_from,
 )
-from schemas.frames import Decoding, Failed, Finished, Frame, Tokens
+from schemas.frames import Begun, Decoding, Failed, Finished, Frame, Tokens
 from schemas.ids import AttemptId, WorkerId, new_attempt_id
 from schemas.request import GenerateRequest
 
@@ -166,6 +166,9 @@ class Life:
                 return self._on_failed(error_from(news.error), now)
             case None:
                 return self._heard(())
+            case Begun():
+                self._delivered.begun(news)
+                return self._heard((Deliver(news),))
             case Decoding():
                 refusal = self._delivered.go_on_with(is_exact=news.can_resume_exactly)
                 return self._heard((Deliver(news),)) if refusal is None else self._fail(refusal)

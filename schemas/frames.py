@@ -31,7 +31,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Token counts. completion_tokens counts resumed ids too; cached_tokens is prefill's prefix hit;
+    """Token counts. completion_tokens counts resumed ids too; cached_tokens is prefill's prefix hit, of the attempt
+    that gave the first token (0 where that was lost before it told);
     num_computed_prompt_tokens is what the decode leg had to compute itself (0: the KV was really used).
     The client library adds: num_resubmits, how often the request was sent anew after its holder was lost;
     is_resumed, that the completion went on where exact continuation isn't promised."""
@@ -81,10 +82,12 @@ class Decoding(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """Not sent again when it is lost: the Finished frame has these timings too."""
+    """Not sent again when it is lost: the Finished frame has these timings too. `cached_tokens` as in Usage (None: not
+    told); a completion that is resumed elsewhere still had that hit."""
 
     attempt_id: AttemptId
     timings: Timings
+    cached_tokens: int | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):

@@ -219,7 +219,7 @@ class LegDesk:
             case Begun():
                 entry.clock.first_token_at = moment = time.monotonic()
                 timings = entry.clock.decoded(event.timings, moment)
-                self._outlet.say(entry.stream_subject, Begun(entry.attempt_id, timings))
+                self._outlet.say(entry.stream_subject, msgspec.structs.replace(event, timings=timings))
                 return
             case Finished() | Failed():
                 if isinstance(event, Finished):

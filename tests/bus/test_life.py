@@ -49,12 +49,14 @@ from schemas.errors import (
 )
 from schemas.frames import (
     Accepted,
+    Begun,
     Decoding,
     Failed,
     Finished,
     FinishReason,
     Frame,
     Prefilling,
+    Timings,
     TokenLogprobs,
     Tokens,
     Usage,
@@ -543,6 +545,30 @@ def test_a_resumed_attempt_lost_before_its_first_token_is_sent_anew_whatever_its
         assert isinstance(send, Send)
         assert send.request.resume == (0, 1)
         life.handle(FrameCame(Accepted(send.request.attempt_id, "r")), START + number)
+
+
+@pytest.mark.parametrize(("told", "num_first", "hit"), [(2, 2, 2), (None, 2, 0), (2, 0, 3)])
+def test_the_prompts_hit_is_that_of_the_attempt_that_gave_the_first_token(
+    told: int | None, num_first: int, hit: int
+) -> None:
+    """The next one finds in the cache what this one has put there: all 3 tokens."""
+    life = a_life(a_request())
+    (send,) = life.start(START)
+    assert isinstance(send, Send)
+    first = Holders(send.request)
+    for frame in [*first.lifecycle(), *([Begun(send.request.attempt_id, Timings(), told)] if num_first else [])]:
+        life.handle(FrameCame(frame), START)
+    for frame in (*(first.next_frames(num_first) if num_first else []), *first.fail(WorkerLostError("x"))):
+        life.handle(FrameCame(frame), START)
+    assert life.wake_at is not None
+    (send,) = life.handle(TimerFired(), life.wake_at)
+    assert isinstance(send, Send)
+    second = Holders(send.request)
+    delivered: list[Frame] = []
+    for frame in [*second.lifecycle(), Begun(send.request.attempt_id, Timings(), 3), *second.next_frames(100)]:
+        delivered += [one.frame for one in life.handle(FrameCame(frame), START) if isinstance(one, Deliver)]
+    assert isinstance(delivered[-1], Finished)
+    assert delivered[-1].usage.cached_tokens == hit
 
 
 def test_the_diagram_on_the_page_is_the_tables() -> None:

@@ -40,6 +40,7 @@ async def test_a_decode_worker_killed_in_mid_stream_costs_nobody_a_token(
         for outcome in outcomes:
             check_whole(outcome, expected)
         assert {outcome.finished.usage.num_resubmits for outcome in outcomes} == {0, 1}
+        assert {outcome.finished.usage.cached_tokens for outcome in outcomes} == {32}, "two blocks of the prompt's 40"
         assert here.resubmits == ["worker_lost"] * sum(outcome.finished.usage.num_resubmits for outcome in outcomes)
         await here.all_free()
 

@@ -25,6 +25,7 @@ def break_after(num: int, ids: Sequence[int], *, is_exact: bool) -> Script:
         attempt.num_sent = len(resumed)
         rest = list(ids[len(resumed) :])
         if not resumed:
+            await attempt.frames(["b", attempt.id, {}, 16])
             for token_id in rest[:num]:
                 await attempt.frames(attempt.tokens_frame([token_id]))
             await attempt.frames(attempt.failed_frame("worker_lost", "gone"))
@@ -60,7 +61,7 @@ async def test_a_stream_goes_on_at_any_token_as_if_nothing_had_been(rig: Rig, is
         usage = json.loads(body.split(b"\n\n")[-3][6:])["usage"]
         num_prompt = len(first.request["token_ids"])
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, len(ids) + 1)
-        assert usage["prompt_tokens_details"]["cached_tokens"] == num_prompt
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 16
 
 
 async def test_an_unstreamed_answer_goes_on_too_and_says_so(rig: Rig) -> None:

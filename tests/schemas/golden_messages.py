@@ -349,7 +349,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
             ),
         ),
     ),
-    Begun(ATTEMPT, TIMINGS),
+    Begun(ATTEMPT, TIMINGS, 32),
     TraceRequest(id="chatcmpl-request-1"),
     Trace(
         gateway="gw1",

@@ -83,7 +83,7 @@ class Completion:
         if not sequence.watch.first_token:
             sequence.watch.first_token = now
             timings = sequence.watch.timings(sequence.tally, now)
-            self._ledger.notices.append(Begun(sequence.request.attempt_id, timings))
+            self._ledger.notices.append(Begun(sequence.request.attempt_id, timings, sequence.usage().cached_tokens))
         self._ledger.notices.append(
             Tokens(
                 attempt_id=sequence.request.attempt_id,

@@ -218,7 +218,8 @@ class PagedEngine:
                 events.append(notice)
             elif isinstance(notice, Begun):
                 arrived = site.timings.get(notice.attempt_id)
-                events.append(Begun(notice.attempt_id, _with_arrival(notice.timings, arrived)))
+                timings = _with_arrival(notice.timings, arrived)
+                events.append(msgspec.structs.replace(notice, timings=timings))
             elif isinstance(notice, Finished | Failed):
                 event = leg.ended(notice) if leg is not None else notice
                 arrived = site.timings.pop(notice.attempt_id, None)

@@ -142,9 +142,10 @@ class Planner:
         ledger.running.add(sequence)
 
     def _count_hit(self, sequence: Sequence) -> None:
-        """Count a prompt's local prefix hit, the first time it is admitted."""
+        """Count a prompt's local prefix hit, the first time it is admitted: whole blocks, resumed ids not counted."""
         if sequence.tally.num_cached < 0:
-            sequence.tally.num_cached = min(sequence.num_computed, sequence.num_prompt)
+            block_size = self._ledger.limits.block_size
+            sequence.tally.num_cached = min(sequence.num_computed, sequence.num_prompt // block_size * block_size)
             self._ledger.totals.num_prompt += sequence.num_prompt
             self._ledger.totals.num_cached += sequence.tally.num_cached
 

@@ -425,6 +425,16 @@ def test_a_resumed_request_goes_on_where_it_was(num_resumed: int, temperature: f
     assert (finished.seq, finished.usage.prompt_tokens, finished.usage.completion_tokens) == (40, 20, 40)
 
 
+def test_a_resumed_requests_hit_is_whole_blocks_of_its_prompt() -> None:
+    stage, whole = Stage(), a_request(prompt(0, 20), 40)
+    stage.scheduler.generate(whole, stage.now)
+    stage.run()
+    resumed = a_request(prompt(0, 20), 40, resume=tuple(stage.ids(whole)[:30]))
+    stage.scheduler.generate(resumed, stage.now)
+    stage.run()
+    assert stage.of(resumed, Finished)[0].usage.cached_tokens == 16, "one block of the 20; the next holds resumed ids"
+
+
 def test_a_resume_that_is_complete_already_finishes_at_once() -> None:
     stage = Stage()
     request = a_request(prompt(0, 5), 2, resume=tuple(WORD_IDS[:2]))
