@@ -67,7 +67,7 @@ async def test_a_lost_stream_goes_on_where_it_fits_or_waits_for_such_a_worker(se
             async with joined(here, "d2"):
                 outcome = await lost
         assert len(outcome.ids) == 100
-        assert outcome.finished.usage.num_resubmits == 1
+        assert outcome.finished.usage.num_resubmits >= 1, "more where d7 was asked again before its death was noticed"
 
 
 async def test_a_lost_stream_that_fits_nobody_who_is_left_ends_with_the_numbers(server: NatsServer) -> None:
