@@ -22,6 +22,7 @@ from deploy.ready_socket import ready_socket
 from deploy.runtime_file import RuntimeNote, remove_note, runtime_dir, write_note
 from deploy.service import LAUNCHER_VARIABLE
 from deploy.settings import Settings, environment_of
+from schemas.worker import Role
 
 READY_POLL_S = 0.02
 READY_TIMEOUT_S = 2.0
@@ -61,15 +62,27 @@ def plan(settings: Settings, environ: dict[str, str]) -> Plan:
     )
 
 
-class Stack:
-    """The running children. `stop_asked` is set by a signal, by a child that can't be kept, or by the user's end."""
+def missing_role(settings: Settings) -> Role | None:
+    """Return the role that has to join from elsewhere before these workers can answer, None when they can."""
+    serve = settings.serve
+    if serve.both or (serve.prefill and serve.decode):
+        return None
+    if serve.decode:
+        return "prefill" if settings.worker.is_strict or settings.router.is_strict else None
+    return "decode" if serve.prefill else "both"
 
-    def __init__(self, groups: Iterable[tuple[ChildSpec, ...]], say: Say) -> None:
+
+class Stack:
+    """The running children. `stop_asked` is set by a signal, by a child that can't be kept, or by the user's end.
+    `missing`: the role without which nothing is answered, for others to bring."""
+
+    def __init__(self, groups: Iterable[tuple[ChildSpec, ...]], say: Say, missing: Role | None = None) -> None:
         self.groups = [[Child(spec, say) for spec in group] for group in groups]
         self.stop_asked = asyncio.Event()
         self.failure: Exception | None = None
         self.gateway_url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._say = say
+        self._missing = missing
 
     @property
     def children(self) -> list[Child]:
@@ -133,10 +146,16 @@ class Stack:
     async def _wait_for_answers(self, url: str) -> None:
         """Return when every child has said that it serves and the gateway sees a complete path for each model."""
         loop = asyncio.get_running_loop()
+        awaited = "the gateway to see the workers"
+        if self._missing is not None:
+            awaited = (
+                f"a worker of role {self._missing} to join: `busway worker --role {self._missing}` with the same model"
+            )
+            self._say("busway", f"no request can be answered yet: waiting for {awaited}")
         notice = loop.time() + WAITING_NOTICE_S
         while (late := [child.name for child in self.children if not child.is_ready]) or not await _is_ready(url):
             if loop.time() > notice:
-                self._say("busway", f"waiting for {', '.join(late) or 'the gateway to see the workers'}")
+                self._say("busway", f"waiting for {', '.join(late) or awaited}")
                 notice += WAITING_NOTICE_S
             await asyncio.sleep(READY_POLL_S)
 
@@ -154,7 +173,7 @@ async def run_stack(settings: Settings, use: Use) -> None:
         write_note(folder, note)
         scratch = context.enter_context(tempfile.TemporaryDirectory(prefix="busway-"))
         environ = _child_environ(settings, note, Path(scratch) / "notify")
-        stack = Stack(msgspec.structs.astuple(plan(settings, environ)), say)
+        stack = Stack(msgspec.structs.astuple(plan(settings, environ)), say, missing_role(settings))
         context.enter_context(ready_socket(Path(scratch) / "notify", stack.heard))
         await _run(stack, note, folder, use)
     if stack.failure:

@@ -82,3 +82,24 @@ def test_the_worker_moves_to_its_engines_python_with_all_its_settings(tmp_path: 
     assert "called: -m deploy.child_main worker w1" in done.stdout, done.stderr
     assert "NixlPushConnector" in done.stdout
     assert f"PYTHONPATH={Path(__file__).parents[2]}" in done.stdout, "it would run another checkout's busway"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("exit 1", "ended with exit code 1: it said nothing"), ("echo no busway >&2; exit 3", "exit code 3: no busway")],
+)
+def test_a_python_that_cant_be_the_worker_is_refused_with_its_command_and_exit_code(
+    tmp_path: Path, script: str, said: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    words = ["worker", "--engine", "sim", "--engine-python", str(python)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("BUSWAY_")}
+    environ["BUSWAY_NATS_URL"] = "nats://127.0.0.1:1"
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *words], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, "a supervisor would try again"
+    assert f"{python} -c" in done.stderr
+    assert said in done.stderr

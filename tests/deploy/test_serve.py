@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+
+from deploy.launcher import missing_role
+from deploy.settings import ServeConfig, Settings
+from services.config import RouterConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Home, Served
@@ -197,6 +202,41 @@ def test_a_config_file_with_an_unknown_key_starts_nothing(home: Home) -> None:
     assert "'prot'" in done.stderr
     assert "'port'" in done.stderr
     assert home.notes() == []
+
+
+def test_workers_that_answer_nothing_alone_are_said_to_wait_for_which_and_get_it(home: Home) -> None:
+    served = home.start("serve", "--engine", "sim", "--port", "0", "--prefill", "0", "--decode", "0")
+    try:
+        home.until(
+            lambda: "waiting for a worker of role both to join: `busway worker --role both`" in home.log(), "it says so"
+        )
+        home.until(lambda: any(json.loads(note.read_text()).get("gateway_url") for note in home.notes()), "its note")
+        joined = home.start("worker", "--engine", "sim", "--role", "both", log="worker.log")
+        try:
+            home.until(lambda: "Ready. Ask it" in home.log(), "it serves")
+        finally:
+            joined.terminate()
+            joined.wait(30)
+    finally:
+        served.send_signal(signal.SIGINT)
+        served.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_strict", "missing"),
+    [
+        ((0, 0, 0), False, "both"),
+        ((2, 0, 0), False, "decode"),
+        ((0, 1, 0), False, None),
+        ((0, 1, 0), True, "prefill"),
+        ((1, 1, 0), True, None),
+        ((0, 0, 1), True, None),
+    ],
+)
+def test_which_role_a_stack_lacks(numbers: tuple[int, int, int], is_strict: bool, missing: str | None) -> None:
+    serve = ServeConfig(prefill=numbers[0], decode=numbers[1], both=numbers[2])
+    assert missing_role(Settings(serve=serve, router=RouterConfig(is_strict=is_strict))) == missing
+    assert missing_role(Settings(serve=serve, worker=WorkerConfig(is_strict=is_strict))) == missing
 
 
 def test_the_version_is_printed_without_a_stack(home: Home) -> None:
