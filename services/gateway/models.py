@@ -51,6 +51,7 @@ class ServedModel:
     name: str
     vocabulary: Vocabulary
     max_context_tokens: int
+    decode_contexts: tuple[int, ...] = ()
 
 
 class ModelDirectory:
@@ -118,7 +119,7 @@ class ModelDirectory:
             raise ModelNotFoundError(f"model {name!r} does not exist", param="model")
         if not path.is_complete:
             raise UnavailableError(f"model {name!r}: {path.missing}", param="model", retry_after_s=2.0)
-        return ServedModel(name, await self._vocabulary(path), path.max_context_tokens)
+        return ServedModel(name, await self._vocabulary(path), path.max_context_tokens, path.decode_contexts)
 
     async def _vocabulary(self, path: ModelPath) -> Vocabulary:
         future = self._vocabularies[path.digest]

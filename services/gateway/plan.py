@@ -15,11 +15,15 @@ _PLAIN = SamplingDefaults()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a model and this gateway allow; `default_max_tokens` 0 is the rest of the context."""
+    """What a model and this gateway allow; `default_max_tokens` 0 is the rest of a context, see `room`.
+
+    `decode_contexts` are those of single workers.
+    """
 
     max_context_tokens: int
     vocab_size: int
     max_choices: int
+    decode_contexts: tuple[int, ...] = ()
     default_max_tokens: int = 0
     sampling: SamplingDefaults = _PLAIN
 
@@ -78,6 +82,15 @@ def check_context(num_prompt_tokens: int, wanted_tokens: int | None, max_context
     )
 
 
+def room(num_prompt_tokens: int, limits: Limits) -> int:
+    """Return how long an answer may get whose length nobody asked for: the rest of the smallest worker's context that is
+    at least half of the largest one's. So workers of about one size share such requests, and a small one shortens none.
+    """
+    largest = limits.max_context_tokens - num_prompt_tokens
+    rests = (context - num_prompt_tokens for context in limits.decode_contexts)
+    return min((rest for rest in rests if largest / 2 <= rest <= largest), default=largest)
+
+
 def prompt_field(request: ChatRequest | CompletionRequest) -> str:
     return "messages" if isinstance(request, ChatRequest) else "prompt"
 
@@ -93,7 +106,7 @@ def _stop_conditions(
     _check_vocabulary(token_ids, limits.vocab_size, field)
     _check_vocabulary(request.stop_token_ids or (), limits.vocab_size, "stop_token_ids")
     rest = limits.max_context_tokens - len(token_ids)
-    max_tokens = wanted or min(limits.default_max_tokens or rest, rest)
+    max_tokens = wanted or min(limits.default_max_tokens or room(len(token_ids), limits), rest)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise RequestError(f"min_tokens: {min_tokens} is over max_tokens {max_tokens}", param="min_tokens")

@@ -15,7 +15,7 @@ class ModelPath:
     """What of a model's path is live and ready. `digest` is the one requests go to (the newest complete one).
 
     `max_context_tokens`: prompt and completion together that the best of its ways holds. Routers send each request to
-    workers that hold it, so the smaller ones limit nobody."""
+    workers that hold it, so the smaller ones limit nobody. `decode_contexts`: what those who would decode hold."""
 
     model: str
     digest: str
@@ -29,6 +29,7 @@ class ModelPath:
     is_aggregated: bool
     is_strict: bool
     max_context_tokens: int
+    decode_contexts: tuple[int, ...]
 
     @property
     def is_complete(self) -> bool:
@@ -106,6 +107,7 @@ def _path(
         is_aggregated=num_both > 0 or bool(lenient),
         is_strict=bool(decode) and not lenient,
         max_context_tokens=max(contexts) or _longest(ready),
+        decode_contexts=tuple(sorted({one.longest_sequence_tokens for one in ready if one.role != "prefill"})),
     )
 
 

@@ -96,6 +96,7 @@ class Walk:
     def _limits(self, model: ServedModel) -> Limits:
         return Limits(
             max_context_tokens=model.max_context_tokens,
+            decode_contexts=model.decode_contexts,
             vocab_size=model.vocabulary.vocab_size,
             max_choices=self._config.max_choices,
             default_max_tokens=self._config.default_max_tokens,

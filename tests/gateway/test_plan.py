@@ -32,6 +32,20 @@ def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     assert plans(96, capped)[0].stop.max_tokens == 4
 
 
+def test_workers_of_about_one_size_share_what_names_no_max_tokens() -> None:
+    """The smallest that leaves at least half of the largest room; a small one shortens nobody's answer."""
+
+    def filled(num_tokens: int, *contexts: int) -> int:
+        limits = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16, decode_contexts=contexts)
+        return plans(num_tokens, limits)[0].stop.max_tokens
+
+    assert filled(20, 100) == 80
+    assert filled(20, 60, 90, 100) == 40
+    assert filled(21, 60, 90, 100) == 69
+    assert filled(95, 10, 90, 100) == 5
+    assert filled(20, 100, 130) == 80  # what no complete path holds
+
+
 def test_the_model_says_how_to_sample_where_the_user_does_not() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.1)
     limits = Limits(max_context_tokens=100, vocab_size=1000, max_choices=16, sampling=defaults)

@@ -62,6 +62,7 @@ def test_a_small_worker_leaves_the_context_of_larger_ones_as_it_is() -> None:
     assert path(BOTH, small(STRICT)).max_context_tokens == 512
     assert path(BOTH, small(P), small(D)).max_context_tokens == 512
     assert path(D, small(D)).max_context_tokens == 512
+    assert path(P, D, small(D), small(P)).decode_contexts == (20, 512)
 
 
 def test_a_worker_without_a_partner_as_large_promises_nothing() -> None:
