@@ -83,8 +83,8 @@ def check_context(num_prompt_tokens: int, wanted_tokens: int | None, max_context
 
 
 def room(num_prompt_tokens: int, limits: Limits) -> int:
-    """Return how long an answer may get whose length nobody asked for: the rest of the smallest worker's context that is
-    at least half of the largest one's. So workers of about one size share such requests, and a small one shortens none.
+    """Return how long an answer may get whose length nobody asked for: the rest of the smallest worker's context that
+    is at least half of the largest one's. So workers of about one size share such requests, a small one shortens none.
     """
     largest = limits.max_context_tokens - num_prompt_tokens
     rests = (context - num_prompt_tokens for context in limits.decode_contexts)
