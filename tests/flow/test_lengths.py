@@ -71,7 +71,7 @@ async def test_a_lost_stream_goes_on_where_it_fits_or_waits_for_such_a_worker(se
 
 
 async def test_a_lost_stream_that_fits_nobody_who_is_left_ends_with_the_numbers(server: NatsServer) -> None:
-    patience = Patience(recovery_s=0.5)
+    patience = Patience(recovery_s=4.0)  # d7's death is noticed after 2
     async with (
         stack(server, "p1", patience=patience) as here,
         joined(here, "d1", **SMALL),

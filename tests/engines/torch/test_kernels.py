@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,19 @@ ARGS = {"dtype": "float32", "device": "cpu", "num_blocks": "8"}
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("BUSWAY_CACHE", str(tmp_path))
     load_kernels.cache_clear()
-    return tmp_path / "kernels"
+    yield tmp_path / "kernels"
+    load_kernels.cache_clear()
 
 
 @pytest.fixture
-def has_compiler(cache: Path) -> None:
+def has_compiler(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a source that is compiled at once."""
+    source = tmp_path / "short.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(kernels, "SOURCE", source)
     try:
         load_kernels()
     except KernelsMissing as reason:
@@ -52,29 +58,30 @@ def test_they_are_compiled_once_and_used_again(cache: Path) -> None:
 
 @pytest.mark.usefixtures("has_compiler")
 def test_workers_that_start_together_leave_one_library(cache: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=load_kernels) for _ in range(3)]
+    context = multiprocessing.get_context("spawn")  # they compile the real one
+    workers = [context.Process(target=load_kernels) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert [worker.exitcode for worker in workers] == [0, 0]
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 @pytest.mark.usefixtures("has_compiler")
-def test_another_source_is_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_source_is_another_library(cache: Path) -> None:
     load_kernels()
-    changed = tmp_path / "kernels.cpp"
-    changed.write_text(kernels.SOURCE.read_text() + "// changed\n")
-    monkeypatch.setattr(kernels, "SOURCE", changed)
+    kernels.SOURCE.write_text(kernels.SOURCE.read_text() + "// changed\n")
     load_kernels.cache_clear()
     load_kernels()
     assert len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.usefixtures("has_compiler")
 def test_a_model_uses_them_where_it_can(tiny_llama: Path) -> None:
+    try:
+        load_kernels()
+    except KernelsMissing as reason:
+        pytest.skip(str(reason))
     assert isinstance(operators_of(Driver(TorchRunner(tiny_llama, "tiny", ARGS))), FusedOperators)
     off = Driver(TorchRunner(tiny_llama, "tiny", ARGS | {"kernels": "off"}))
     assert isinstance(operators_of(off), TorchOperators)
