@@ -117,10 +117,13 @@ CASES = (
         name="trtllm-stand-in",
         engine="trtllm",
         backend="trtllm",
-        flags=tuple(
-            word
-            for name, value in TRTLLM_ARGS.items()
-            for word in ("--engine-arg", f"{name}={msgspec.json.encode(value).decode()}")
+        flags=(
+            *("--metrics", "127.0.0.1:0"),
+            *(
+                word
+                for name, value in TRTLLM_ARGS.items()
+                for word in ("--engine-arg", f"{name}={msgspec.json.encode(value).decode()}")
+            ),
         ),
         environ={"PYTHONPATH": f"{STAND_IN}{os.pathsep}{STAND_IN.parents[2]}"},
         block_size=16,

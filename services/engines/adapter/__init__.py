@@ -8,6 +8,7 @@ site         what its legs share; its own Site has those fields and more
 frames       what a decode leg says, numbered
 tick         one emit for all that happened in one turn
 load         its load report, from legs, blocks and counters
+series       its own Prometheus series
 cache_names  the engine's names of cached blocks, to ours
 installed, words, refusals   before it runs: version, flags, requests it can't serve
 """

@@ -16,6 +16,8 @@ whose commit isn't known, `@x` a commit of NVIDIA/TensorRT-LLM. The release aime
   V       tensorrt_llm/serve/openai_disagg_service.py @00bb903d, #60331329338
   X       tensorrt_llm/_torch/pyexecutor/py_executor.py #736889464, #54965565749
   XS      tensorrt_llm/_torch/pyexecutor/sampler.py #4516135568
+  M       tensorrt_llm/metrics/collector.py @050f80de, metrics/enums.py @0f6cdd08
   W       docs/source/features/disagg-serving.md @0434b982, docs features/sampling.html of 1.3.0rc24 and rc26
+  Z       tensorrt_llm/serve/openai_server.py #51781230266, #54820179511
   Y       Dynamo 1.6.1, components trtllm
 """

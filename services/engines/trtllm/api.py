@@ -74,7 +74,7 @@ class Llm(Protocol):
 
 class TrtllmApi(msgspec.Struct, frozen=True, kw_only=True):
     """The installed library: its classes and what they know. `make_llm` is LLM itself, `schedule_style` the enum of
-    that name (None where there is none yet)."""
+    that name (None where there is none yet), `metrics_collector` MetricsCollector (None: no own metrics)."""
 
     version: str
     make_llm: Any
@@ -83,6 +83,7 @@ class TrtllmApi(msgspec.Struct, frozen=True, kw_only=True):
     logprob: Any
     request_error: type[Exception]
     schedule_style: Any = None
+    metrics_collector: Any = None
 
     def sampling_fields(self) -> frozenset[str]:
         """Return the names SamplingParams takes."""
@@ -128,6 +129,7 @@ def load_api(*, allow_untested: bool) -> TrtllmApi:
         logprob=InstalledLogprob,
         request_error=InstalledRequestError,
         schedule_style=_schedule_style(),
+        metrics_collector=_metrics_collector(),
     )
 
 
@@ -137,6 +139,14 @@ def _schedule_style() -> Any:
     except ImportError:
         return None
     return DisaggScheduleStyle
+
+
+def _metrics_collector() -> Any:
+    try:
+        from tensorrt_llm.metrics.collector import MetricsCollector
+    except ImportError:
+        return None
+    return MetricsCollector
 
 
 def check_version(version: str, *, allow_untested: bool) -> None:

@@ -30,6 +30,7 @@ from services.engines.trtllm.held import HeldKv
 from services.engines.trtllm.ids import DisaggIds
 from services.engines.trtllm.kv_events import KvEventBook
 from services.engines.trtllm.load import LoadBook
+from services.engines.trtllm.own_metrics import OwnMetrics
 from services.engines.trtllm.site import Site, Submitter, now_s
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class TrtllmEngine:
                 died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._site = self._make_site(api, llm, engine_profile, worker, epoch, peers, emit, tasks, died)
                 if llm.args.enable_iter_perf_stats:
-                    tasks.create_task(_watch_statistics(llm, self._site.book), name="trtllm-statistics")
+                    tasks.create_task(_watch_statistics(llm, self._site), name="trtllm-statistics")
                 if llm.args.kv_cache_config.event_buffer_max_size:
                     book = KvEventBook(engine_profile.block_size)
                     tasks.create_task(_watch_kv_events(llm, book, self._site), name="trtllm-kv-events")
@@ -190,6 +191,7 @@ class TrtllmEngine:
             held=held,
             ids=DisaggIds(worker, epoch),
             recomputes=self._recomputes,
+            metrics=None if api.metrics_collector is None else OwnMetrics(api.metrics_collector, self._card.model),
         )
 
 
@@ -204,11 +206,13 @@ async def _warm_up(api: TrtllmApi, llm: Llm, card: ModelCard) -> None:
         raise EngineError(f"TensorRT-LLM's first request ended with finish reason {finish_reason!r}")
 
 
-async def _watch_statistics(llm: Llm, book: LoadBook) -> None:
-    """Feed iteration statistics into the book; the iterator ends whenever the engine idles."""
+async def _watch_statistics(llm: Llm, site: Site) -> None:
+    """Feed iteration statistics to whom they concern; the iterator ends whenever the engine idles."""
     while True:
         async for statistics in llm.get_stats_async(timeout=STATISTICS_IDLE_S):
-            book.observe(statistics, now_s())
+            site.book.observe(statistics, now_s())
+            if site.metrics is not None:
+                site.metrics.note_iteration(statistics)
         await asyncio.sleep(STATISTICS_PAUSE_S)
 
 

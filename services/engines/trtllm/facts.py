@@ -4,6 +4,8 @@
 once something has run (`enable_iter_perf_stats`).
 """
 
+import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from schemas.errors import EngineError
 from schemas.model_card import ModelCard
 from services.engines.adapter.profile import layout_digest
 from services.engines.protocol import EngineProfile
+from services.engines.trtllm import own_metrics
 from services.engines.trtllm.api import Llm, TrtllmApi
 
 STATISTICS_TIMEOUT_S = 1.0
@@ -82,6 +85,7 @@ def profile(api: TrtllmApi, args: Any, card: ModelCard, capacity: Capacity) -> E
         engine_version=api.version,
         tp_size=args.tensor_parallel_size,
         pp_size=args.pipeline_parallel_size,
+        own_metrics=None if api.metrics_collector is None else partial(asyncio.to_thread, own_metrics.text),
         has_kv_events=bool(args.kv_cache_config.event_buffer_max_size),
         dp_size=args.tensor_parallel_size if args.enable_attention_dp else 1,
     )

@@ -100,6 +100,8 @@ class Leg(ABC):
         try:
             async for output in self.output:
                 self.site.book.num_results += 1
+                if self.site.metrics is not None:
+                    self.site.metrics.note_result(output)
                 self._take(output)
         except self.site.engine.api.request_error as error:
             self.refused(str(error))

@@ -17,6 +17,7 @@ from services.engines.trtllm.api import Llm, RequestOutput, TrtllmApi, parameter
 from services.engines.trtllm.held import HeldKv
 from services.engines.trtllm.ids import DisaggIds
 from services.engines.trtllm.load import LoadBook
+from services.engines.trtllm.own_metrics import OwnMetrics
 from services.engines.trtllm.params import WireParams
 from services.engines.trtllm.sampling import Abilities, sampling_kwargs
 
@@ -112,6 +113,7 @@ class Site(AdapterSite["Leg"], kw_only=True):
     held: HeldKv
     ids: DisaggIds
     recomputes: bool
+    metrics: OwnMetrics | None
     used: UsedHandoffs = msgspec.field(default_factory=UsedHandoffs)
     draining: set["Leg"] = msgspec.field(default_factory=set)
 

@@ -6,10 +6,11 @@ but for `text`.
 """
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+
+from services.engines.adapter.series import series_text
 
 PREFIX = "vllm:"
 
@@ -77,15 +78,4 @@ class OwnMetrics:
 
 def text() -> bytes:
     """Return the series in Prometheus' text form; any thread may ask."""
-    from prometheus_client import generate_latest
-
-    return bytes(generate_latest(_Own()))
-
-
-class _Own:
-    """vLLM's families of the process's registry, in which others keep theirs."""
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client import REGISTRY
-
-        return (family for family in REGISTRY.collect() if family.name.startswith(PREFIX))
+    return series_text(PREFIX)

@@ -43,6 +43,7 @@ from typing import Any
 
 from services.engines.trtllm.api import TrtllmApi
 from tests.engines.trtllm.stand_in_executor import Executor, Fabric, Switches
+from tests.engines.trtllm.stand_in_metrics import FINISHED_REASON, MetricNames
 
 VERSION = "1.3.0rc29"
 
@@ -160,11 +161,13 @@ class CompletionOutput:
 class RequestOutput:
     """R: responses are worked in only while somebody iterates."""
 
-    def __init__(self, llm: "StandInLlm", request_id: int, sampling: SamplingParams) -> None:
+    def __init__(self, llm: "StandInLlm", request_id: int, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         self.request_id = request_id
         self.outputs = [CompletionOutput()]
         self.finished = False
         self.cached_tokens = 0
+        self.candidate_metrics: list[dict[Any, Any]] = []
+        self._num_prompt_tokens = num_prompt_tokens
         self._llm = llm
         self._sampling = sampling
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -209,6 +212,11 @@ class RequestOutput:
         if not self.finished:
             return
         output.finish_reason = response.finish_reason
+        counts = {
+            MetricNames.PROMPT_TOKENS: self._num_prompt_tokens,
+            MetricNames.GENERATION_TOKENS: len(output.token_ids),
+        }
+        self.candidate_metrics = [{FINISHED_REASON: output.finish_reason, **counts}]
         if self._sampling.return_perf_metrics:
             timing_metrics = SimpleNamespace(kv_cache_size=response.kv_cache_size)
             output.request_perf_metrics = SimpleNamespace(timing_metrics=timing_metrics)
@@ -280,7 +288,7 @@ class StandInLlm:
         limit = self.args.max_num_tokens
         if kind != "generation_only" and not self.args.enable_chunked_prefill and len(inputs) > limit:
             raise RequestError(f"The sum of prompt length ({len(inputs)}) should not exceed max_num_tokens ({limit})")
-        output = RequestOutput(self, self.executor.next_id(), sampling_params)
+        output = RequestOutput(self, self.executor.next_id(), len(inputs), sampling_params)
         self.executor.submit(
             output.request_id,
             list(inputs),
