@@ -91,6 +91,9 @@ class DecodeLeg:
         """See Leg. May come after the first tokens."""
         self._landed = message
 
+    def peer_joined(self, worker: WorkerId, epoch: Epoch) -> None:
+        """See Leg. Prefill was chosen by who knows it."""
+
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """See Leg."""
         bootstrap = self._bootstrap

@@ -44,6 +44,7 @@ class SglangEngine:
         self._gauges = Gauges()
         self._passes = PassTimes()
         self._num_cached = 0
+        self._peers: set[tuple[WorkerId, Epoch]] = set()
         self._site: Site | None = None
 
     async def run(
@@ -70,6 +71,7 @@ class SglangEngine:
                     thread=self._thread,
                     spec=spec,
                     lease_s=self._lease_s,
+                    peers=self._peers,
                     rooms=RoomBook(epoch),
                 )
                 with housekeeping(tasks, site.rooms.forget, "sglang-housekeeping"):
@@ -127,10 +129,14 @@ class SglangEngine:
                 raise RequestError(f"SGLang doesn't answer {type(message).__name__}")
 
     def peer_joined(self, worker: WorkerId, epoch: Epoch) -> None:
-        """See Engine. SGLang's two sides make their connection when they first meet."""
+        """See Engine. SGLang's two sides make their connection when they first meet; known is who will be missed."""
+        self._peers.add((worker, epoch))
+        for leg in [] if self._site is None else list(self._site.legs.values()):
+            leg.peer_joined(worker, epoch)
 
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """See Engine. SGLang would see it after its heartbeats."""
+        self._peers.discard((worker, epoch))
         for leg in list(running(self._site).legs.values()):
             leg.peer_left(worker, epoch)
 

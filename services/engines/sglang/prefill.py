@@ -46,8 +46,7 @@ class PrefillLeg:
             raise RequestError("that room is at another endpoint than this worker's", param="bootstrap")
         site.rooms.open(request.attempt_id, bootstrap.room, prompt_digest(request))
         site.legs[request.attempt_id] = self
-        loop = asyncio.get_running_loop()
-        self._unmet = loop.call_later(site.lease_s, self.abort, LeaseExpiredError("decode didn't come for the KV"))
+        self._wait(LeaseExpiredError("decode didn't come for the KV"))
 
     def meet(self, request: MeetRequest) -> Verdict:
         """Decode is here: begin. Asked again, say whether the leg is still good."""
@@ -56,7 +55,10 @@ class PrefillLeg:
         except BuswayError as error:
             return Verdict(is_good=False, error=error.record())
         if is_news:
+            self._stop_waiting()
             self._submit()
+            if self._site.rooms.decode_of(self.attempt_id) not in self._site.peers:
+                self._wait(WorkerLostError(f"decode worker {request.decode_worker} shows no life", phase="transfer"))
         return Verdict(is_good=True)
 
     def take(self, output: Output) -> None:
@@ -85,6 +87,11 @@ class PrefillLeg:
     def landed(self, message: Landed) -> None:
         """See Leg. That is prefill's to tell."""
 
+    def peer_joined(self, worker: WorkerId, epoch: Epoch) -> None:
+        """See Leg."""
+        if self._site.rooms.decode_of(self.attempt_id) == (worker, epoch):
+            self._stop_waiting()
+
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """See Leg."""
         if self._site.rooms.decode_of(self.attempt_id) == (worker, epoch):
@@ -100,7 +107,6 @@ class PrefillLeg:
 
     def _submit(self) -> None:
         request, site = self._request, self._site
-        self._stop_waiting()
         site.submit(
             self,
             Submission(
@@ -142,6 +148,10 @@ class PrefillLeg:
     def _leave(self) -> None:
         self._stop_waiting()
         self._site.legs.pop(self.attempt_id, None)
+
+    def _wait(self, error: BuswayError) -> None:
+        """Abort in a lease's time, for this reason, unless what is waited for comes."""
+        self._unmet = asyncio.get_running_loop().call_later(self._site.lease_s, self.abort, error)
 
     def _stop_waiting(self) -> None:
         if self._unmet is not None:

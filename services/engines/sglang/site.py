@@ -40,6 +40,10 @@ class Leg(Abortable, CountedLeg, Protocol):
         """Prefill has delivered, and tells what it measured."""
         ...
 
+    def peer_joined(self, worker: WorkerId, epoch: Epoch) -> None:
+        """A worker lives; it may be this leg's peer, and its death will be told."""
+        ...
+
     def peer_left(self, worker: WorkerId, epoch: Epoch) -> None:
         """A worker is gone; it may be this leg's peer."""
         ...
@@ -47,12 +51,13 @@ class Leg(Abortable, CountedLeg, Protocol):
 
 class Site(AdapterSite[Leg], kw_only=True):
     """`by_rid` are the legs by the id that their request has in the engine; `draining` the requests that only the
-    engine isn't done with yet."""
+    engine isn't done with yet; `peers` the live workers of the other side, whose deaths are told."""
 
     thread: EngineThread
     spec: EngineSpec
     lease_s: float
     rooms: RoomBook
+    peers: set[tuple[WorkerId, Epoch]]
     num_outputs: int = 0
     by_rid: dict[str, Leg] = msgspec.field(default_factory=dict)
     draining: set[str] = msgspec.field(default_factory=set)
