@@ -1,10 +1,10 @@
-"""A prefill leg whose decode worker nobody has heard of ends by itself: its death would never be told."""
+"""A prefill leg and its decode worker: what each hears of the other's end. The engine under it is a stand-in."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from schemas.handoff import BootstrapEndpoint, BootstrapInfo
 from schemas.hop import PrefillFailed
 from schemas.ids import Epoch, WorkerId
-from schemas.peer import MeetRequest, Verdict
+from schemas.peer import MeetRequest, Stranded, Verdict
 from services.engines.prompt import prompt_digest
 from services.engines.protocol import EngineEvent, EngineProfile
 from services.engines.sglang import thread as thread_module
@@ -35,40 +35,58 @@ class WaitsForDecode:
 
     def __init__(self) -> None:
         self.begun: list[str] = []
-        self._end = asyncio.Event()
+        self.end = asyncio.Event()
         reader = SimpleNamespace(read_all=lambda: [])
         self.tokenizer_manager = SimpleNamespace(abort_request=self._abort, load_snapshot_reader=reader)
 
     async def async_generate(self, rid: str, **more: object) -> AsyncIterator[dict[str, Any]]:
+        self.loop = asyncio.get_running_loop()
         self.begun.append(rid)
         return self._stream()
 
     def shutdown(self) -> None:
-        self._end.set()
+        self.end.set()
+
+    def fail(self) -> None:
+        """End all requests as SGLang ends one whose KV it couldn't send; from any thread."""
+        self.loop.call_soon_threadsafe(self.end.set)
 
     def _abort(self, rid: str) -> None:
-        self._end.set()
+        self.end.set()
 
     async def _stream(self) -> AsyncIterator[dict[str, Any]]:
-        await self._end.wait()
-        yield {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "asked to"}}}
+        await self.end.wait()
+        yield {
+            "output_ids": [],
+            "meta_info": {"finish_reason": {"type": "abort", "message": "KV was not sent", "status_code": 500}},
+        }
+
+
+class MetLeg(NamedTuple):
+    engine: SglangEngine
+    served: WaitsForDecode
+    link: LocalLink
+    events: list[Any]
+
+    @property
+    def failures(self) -> list[PrefillFailed]:
+        return [event for event in self.events if isinstance(event, PrefillFailed)]
 
 
 @asynccontextmanager
-async def met_leg(monkeypatch: pytest.MonkeyPatch, *, is_heard: bool) -> AsyncIterator[tuple[SglangEngine, list[Any]]]:
-    """An engine with one prefill leg that its decode has met; yields it and its events."""
+async def met_leg(monkeypatch: pytest.MonkeyPatch, *, is_heard: bool) -> AsyncIterator[MetLeg]:
+    """An engine with one prefill leg that its decode has met."""
     spec = msgspec.structs.replace(SPEC, endpoint=ENDPOINT, num_tokens=1600)
     served = WaitsForDecode()
     monkeypatch.setattr(thread_module, "start_engine", lambda options, address: (served, spec))
     engine = SglangEngine(builtin_card(), msgspec.structs.replace(OPTIONS, role="prefill"), lease_s=LEASE_S)
     events: list[EngineEvent] = []
+    link = LocalLink()
     ready: asyncio.Future[EngineProfile] = asyncio.get_running_loop().create_future()
     request = a_request((5, 7), 3)
     async with asyncio.TaskGroup() as tasks:
         run = tasks.create_task(
-            engine.run(
-                worker=WorkerId("p"), epoch=Epoch(1), peers=LocalLink(), emit=events.extend, ready=ready.set_result
-            )
+            engine.run(worker=WorkerId("p"), epoch=Epoch(1), peers=link, emit=events.extend, ready=ready.set_result)
         )
         await ready
         if is_heard:
@@ -87,29 +105,39 @@ async def met_leg(monkeypatch: pytest.MonkeyPatch, *, is_heard: bool) -> AsyncIt
         )
         assert await engine.answer(meeting) == Verdict(is_good=True)
         await wait_until(lambda: bool(served.begun))
-        yield engine, events
+        yield MetLeg(engine, served, link, events)
         run.cancel()
 
 
-def failures(events: list[Any]) -> list[PrefillFailed]:
-    return [event for event in events if isinstance(event, PrefillFailed)]
-
-
 async def test_an_unheard_peer_has_a_leases_time_to_show_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with met_leg(monkeypatch, is_heard=False) as (engine, events):
-        await wait_until(lambda: bool(failures(events)))
-        (failed,) = failures(events)
+    """Its death would never be told."""
+    async with met_leg(monkeypatch, is_heard=False) as leg:
+        await wait_until(lambda: bool(leg.failures))
+        (failed,) = leg.failures
         assert failed.error.code == "worker_lost"
         assert "d shows no life" in failed.error.message
-        await wait_until(lambda: engine.load().waiting + engine.load().num_held == 0)
+        await wait_until(lambda: leg.engine.load().waiting + leg.engine.load().num_held == 0)
 
 
 @pytest.mark.parametrize("is_heard", [True, False], ids=["before", "while it waits"])
 async def test_one_that_is_heard_is_waited_for_until_it_leaves(monkeypatch: pytest.MonkeyPatch, is_heard: bool) -> None:
-    async with met_leg(monkeypatch, is_heard=is_heard) as (engine, events):
-        engine.peer_joined(*DECODE)
+    async with met_leg(monkeypatch, is_heard=is_heard) as leg:
+        leg.engine.peer_joined(*DECODE)
         await asyncio.sleep(2 * LEASE_S)
-        assert failures(events) == []
-        engine.peer_left(*DECODE)
-        await wait_until(lambda: bool(failures(events)))
-        assert "decode worker d is gone" in failures(events)[0].error.message
+        assert leg.failures == []
+        leg.engine.peer_left(*DECODE)
+        await wait_until(lambda: bool(leg.failures))
+        assert "decode worker d is gone" in leg.failures[0].error.message
+
+
+async def test_a_failure_within_sglang_is_told_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends within a second of hearing it: tests/conformance/test_sglang_rendezvous.py, on the real engine."""
+    async with met_leg(monkeypatch, is_heard=True) as leg:
+        leg.served.fail()
+        await wait_until(lambda: bool(leg.failures))
+        assert "KV was not sent" in leg.failures[0].error.message
+        await wait_until(lambda: bool(leg.link.sent))
+        worker, message = leg.link.sent[0]
+        assert worker == DECODE[0]
+        assert isinstance(message, Stranded)
+        assert "KV was not sent" in message.error.message
