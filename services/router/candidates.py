@@ -12,7 +12,7 @@ import msgspec
 from schemas.errors import CapacityError, ContextOverflowError, UnavailableError
 from schemas.handoff import Handoff
 from schemas.worker import RuntimeConfig
-from services.router.lengths import Lengths
+from services.lengths import Lengths
 from services.router.loads import WorkerLoad
 
 RETRY_AFTER_S = 1.0

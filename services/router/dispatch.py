@@ -17,12 +17,12 @@ from schemas.hop import DecodeRequest, Dispatch, PrefillRequest
 from schemas.ids import AttemptId, Epoch, WorkerId, new_room
 from schemas.request import GenerateRequest
 from schemas.worker import RuntimeConfig
+from services.lengths import Lengths
 from services.router.admission import as_error, refusal
 from services.router.candidates import RETRY_AFTER_S, Candidate, Path, decode_partners, find_path
 from services.router.explanations import Explanations
 from services.router.kv_desk import KvDesk
 from services.router.kv_policy import Decision, without_local
-from services.router.lengths import Lengths
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Leg, Picker
 from services.router.route_words import Ask

@@ -8,8 +8,8 @@ import pytest
 from schemas.errors import CapacityError, ContextOverflowError, UnavailableError
 from schemas.ids import Epoch, WorkerId
 from schemas.worker import RuntimeConfig
+from services.lengths import Lengths
 from services.router.candidates import Candidate, decode_partners, find_path, incompatibilities, short_contexts
-from services.router.lengths import Lengths
 from services.router.loads import LoadBook, WorkerLoad
 from services.router.policies import Picker
 from tests.router.conftest import MakeConfig

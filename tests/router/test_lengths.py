@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from schemas.errors import RequestError
 from schemas.request import GenerateRequest, StopConditions
 from services.engines.paged.limits import Limits
-from services.router.lengths import Lengths
+from services.lengths import Lengths
 from tests.router.conftest import a_config, a_request
 
 

@@ -5,6 +5,7 @@ import msgspec
 from schemas.errors import RequestError
 from schemas.request import GenerateRequest
 from services.engines.paged.runner import RunnerSpec
+from services.lengths import Lengths, num_blocks
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold the KV of this many tokens."""
-        return -(-num_tokens // self.block_size)
+        return num_blocks(num_tokens, self.block_size)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise RequestError for a request whose prompt and completion exceed the context, or with unknown ids."""
@@ -69,11 +70,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         self.check(request)
         self.check_prompt_fits(request)
         num_prompt, max_tokens = len(request.token_ids), request.stop.max_tokens
-        # The last token is only delivered: its own KV is never computed.
-        num_blocks = self.num_blocks_for(num_prompt + max_tokens - 1)
-        if num_blocks > self.num_blocks:
+        num_needed = self.num_blocks_for(Lengths.of(request).num_to_hold)
+        if num_needed > self.num_blocks:
             raise RequestError(
-                f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {num_blocks} KV blocks of "
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {num_needed} KV blocks of "
                 f"{self.block_size} tokens; this worker has {self.num_blocks}",
                 param="max_tokens",
             )
@@ -87,11 +87,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_prompt_fits(self, request: GenerateRequest) -> None:
         """Raise RequestError for a prompt (resumed ids included) that exceeds the pool."""
-        num_tokens = len(request.token_ids) + len(request.resume)
-        num_blocks = self.num_blocks_for(num_tokens)
-        if num_blocks > self.num_blocks:
+        num_tokens = Lengths.of(request).num_to_prefill
+        num_needed = self.num_blocks_for(num_tokens)
+        if num_needed > self.num_blocks:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens and needs {num_blocks} KV blocks of {self.block_size} tokens; "
+                f"the prompt has {num_tokens} tokens and needs {num_needed} KV blocks of {self.block_size} tokens; "
                 f"this worker has {self.num_blocks}",
                 param="messages",
             )
