@@ -37,9 +37,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
     def fit_prefill(self, config: RuntimeConfig) -> bool:
         """Return whether the worker can compute the prompt: its pool needs to hold no more than that."""
-        return (
-            self._fit_context(config) and num_blocks(self.num_to_prefill, config.block_size) <= config.total_kv_blocks
-        )
+        return self._fit(self.num_to_prefill, config)
 
     def fit_decode(self, config: RuntimeConfig) -> bool:
         """Return whether the worker can hold the sequence to its end."""
