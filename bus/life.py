@@ -168,12 +168,10 @@ class Life:
                 return self._heard(())
             case Begun():
                 self._delivered.begun(news)
-                return self._heard((Deliver(news),))
             case Decoding():
-                refusal = self._delivered.go_on_with(is_exact=news.can_resume_exactly)
-                return self._heard((Deliver(news),)) if refusal is None else self._fail(refusal)
-            case _:
-                return self._heard((Deliver(news),))
+                if refusal := self._delivered.go_on_with(is_exact=news.can_resume_exactly):
+                    return self._fail(refusal)
+        return self._heard((Deliver(news),))
 
     def _heard(self, instructions: tuple[Instruction, ...]) -> list[Instruction]:
         """A sign of life without tokens: someone has the attempt, ack or not. A holder's successor spoke, maybe."""

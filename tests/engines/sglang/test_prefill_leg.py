@@ -21,7 +21,7 @@ from services.engines.sim.card import builtin_card
 from tests.conftest import wait_until
 from tests.engines.paged.fleet import LocalLink, prefill_leg
 from tests.engines.scenes import a_request
-from tests.engines.sglang.test_thread import OPTIONS, SPEC
+from tests.engines.sglang.spec import OPTIONS, SPEC
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

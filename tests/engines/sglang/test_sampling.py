@@ -7,8 +7,8 @@ from schemas.errors import RequestError
 from schemas.request import Sampling, StopConditions
 from services.engines.paged.limits import Limits
 from services.engines.sglang.sampling import check_request, sampling_values
-from services.engines.sglang.words import EngineSpec
 from tests.engines.scenes import a_request
+from tests.engines.sglang import spec
 
 LIMITS = Limits(
     num_blocks=8,
@@ -20,26 +20,7 @@ LIMITS = Limits(
     vocab_size=100,
 )
 STOP = StopConditions(max_tokens=9, min_tokens=4, stop_token_ids=(7,))
-SPEC = EngineSpec(
-    version="0.5.23",
-    page_size=32,
-    num_tokens=256,
-    max_running=4,
-    max_batched_tokens=64,
-    max_context_tokens=128,
-    vocab_size=100,
-    kv_dtype="float32",
-    tp_size=1,
-    pp_size=1,
-    device="cpu",
-    transfer_backend="nixl",
-    endpoint=None,
-    has_priorities=False,
-    has_seeds=True,
-    has_kv_events=True,
-    has_metrics=False,
-    kv_bytes_per_block=64,
-)
+SPEC = msgspec.structs.replace(spec.SPEC, has_seeds=True)
 UNKNOWN_TO_SGLANG = {"is_user_seeded", "seed"}  # the seed is its sampling_seed
 
 
