@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from schemas.errors import RequestError
-from schemas.frames import Finished
+from schemas.frames import Begun, Finished
 from schemas.hop import PrefillEnded
 from schemas.ids import new_attempt_id
 from schemas.request import Sampling
@@ -36,6 +36,16 @@ async def test_the_first_token_is_counted_once(desk: Desk, max_tokens: int) -> N
     else:
         assert got.finished.usage.completion_tokens == max_tokens
         assert got.finished.usage.prompt_tokens == 40
+
+
+async def test_the_prompts_hit_is_told_with_the_first_token(desk: Desk) -> None:
+    """Whoever goes on with the completion elsewhere can't know it any more."""
+    ids = prompt(100, salt=5)
+    await desk.disaggregated(desk.request(ids, 4))
+    request = desk.request(ids, 4)
+    got = await desk.disaggregated(request)
+    (begun,) = [frame for frame in desk.frames(request.attempt_id) if isinstance(frame, Begun)]
+    assert begun.cached_tokens == got.finished.usage.cached_tokens
 
 
 async def test_a_request_may_ask_for_all_that_the_context_holds(desk: Desk) -> None:

@@ -13,9 +13,9 @@ class CompletionFrames:
         self.num_tokens = len(request.resume)
         self._attempt_id = request.attempt_id
 
-    def begun(self, timings: Timings) -> Begun:
-        """Return the word of where the time until the first token went."""
-        return Begun(self._attempt_id, timings)
+    def begun(self, timings: Timings, cached_tokens: int) -> Begun:
+        """Return the word of where the time until the first token went, and what the prompt's cache hit was."""
+        return Begun(self._attempt_id, timings, cached_tokens)
 
     def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None) -> Tokens:
         """Return the frame of the next tokens."""

@@ -60,7 +60,7 @@ class DecodeLeg:
         events: list[EngineEvent] = []
         if output.token_ids and self._first_token_at is None:
             self._note_first(output)
-            events.append(self._frames.begun(self._timings()))
+            events.append(self._frames.begun(self._timings(), self._usage().cached_tokens))
         if output.token_ids:
             events.append(self._frames.tokens(output.token_ids, output.logprobs))
             self._site.totals.num_generated_tokens += len(output.token_ids)

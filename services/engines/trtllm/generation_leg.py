@@ -111,7 +111,7 @@ class GenerationLeg(Leg):
         events: list[EngineEvent] = []
         if step.token_ids:
             if is_first:
-                events.append(self._frames.begun(self._timings()))
+                events.append(self._frames.begun(self._timings(), self._usage(output).cached_tokens))
             events.append(self._frames.tokens(step.token_ids, step.logprobs))
         self.site.ticks.add(events)
         if step.reason is not None:
@@ -128,9 +128,12 @@ class GenerationLeg(Leg):
         params = self._params
         kv_bytes = 0 if params is None else _kv_bytes(output)
         self.site.totals.num_transfer_bytes += kv_bytes
+        return self._frames.finished(reason, self._usage(output), self._timings(kv_bytes))
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        params = self._params
         num_cached = output.cached_tokens if params is None else params.num_cached_tokens
-        counts = usage_of(self.request, self._frames.num_tokens, num_cached, is_remote=params is not None)
-        return self._frames.finished(reason, counts, self._timings(kv_bytes))
+        return usage_of(self.request, self._frames.num_tokens, num_cached, is_remote=params is not None)
 
     def _timings(self, kv_bytes: int = 0) -> Timings:
         """Return the phases up to now; TensorRT-LLM tells of none, so all until its first result is one."""

@@ -54,7 +54,8 @@ class DecodeLeg:
             events: list[EngineEvent] = []
             if is_first:
                 self._note_first(output)
-                events.append(self._frames.begun(self._tally.timings(self._site.spec.kv_bytes_per_token)))
+                timings = self._tally.timings(self._site.spec.kv_bytes_per_token)
+                events.append(self._frames.begun(timings, self._tally.cached_tokens))
             self._deliver(events + self._tokens(output))
             if output.finish is not None:
                 self._deliver([self._finished(output.finish)])

@@ -24,15 +24,21 @@ class Tally:
         self.prompt = output.prompt or _NOTHING
         return self.prompt
 
+    @property
+    def cached_tokens(self) -> int:
+        """The prompt's prefix hit, where it was computed; to the engine resumed ids are part of the prompt, here they
+        aren't."""
+        local = (self.prompt or _NOTHING).local_cache
+        hit = local if self._params is None else self._params.get("remote_prefill_cached_tokens")
+        return min(hit, len(self._leg.request.token_ids)) if isinstance(hit, int) else 0
+
     def usage(self, num_tokens: int) -> Usage:
-        """Return the counts of a completion of `num_tokens`, resumed ones included. The prefix hit is prefill's; to the
-        engine resumed ids are part of the prompt, here they aren't."""
+        """Return the counts of a completion of `num_tokens`, resumed ones included."""
         prompt, num_prompt = self.prompt or _NOTHING, len(self._leg.request.token_ids)
-        hit = prompt.local_cache if self._params is None else self._params.get("remote_prefill_cached_tokens")
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_tokens,
-            cached_tokens=min(hit, num_prompt) if isinstance(hit, int) else 0,
+            cached_tokens=self.cached_tokens,
             num_computed_prompt_tokens=min(prompt.computed, num_prompt),
         )
 
