@@ -45,6 +45,7 @@ async def test_decode_killed_in_mid_stream(stack: Stack) -> None:
     await stack.all_free()
 
 
+@pytest.mark.slow
 async def test_a_stopped_decode_worker_that_wakes_up_says_nothing_wrong(stack: Stack) -> None:
     """Its streams went on elsewhere; it drops what it held before it does anything else."""
     await stack.have(*TWO_DECODES)
@@ -131,6 +132,7 @@ async def test_a_long_queue_doesnt_outlast_the_lease(stack: Stack) -> None:
     assert (await stack.load("d1")).num_recomputed_tokens == before
 
 
+@pytest.mark.slow
 async def test_a_stuck_transfer_is_given_up_and_its_blocks_wait_for_its_end(stack: Stack) -> None:
     """50 tokens of 64 bytes at 2 KB/s: 1.6 s, and the transfer may take 0.4 s. The request doesn't wait for it, its
     blocks do."""

@@ -91,6 +91,7 @@ async def test_where_strict_no_prompt_stays(nats_server: NatsServer) -> None:
             assert (await why(here, outcome)) == LocalPrefill(is_taken=False, reason="strict")
 
 
+@pytest.mark.slow
 async def test_streams_whose_prompts_stayed_survive_their_decode_worker(nats_server: NatsServer) -> None:
     prompts = [a_prompt(50 + number, SHORT) for number in range(6)]
     steady = ARGS | {"decode_ms_per_step": "5"}

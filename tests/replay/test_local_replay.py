@@ -114,6 +114,7 @@ def test_nothing_is_lost_in_pools_that_are_too_small(
     assert outcome.num_prompt_tokens == sum(one.num_prompt_tokens for one in requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dynamo", "torch"])
 def test_the_command_has_a_flag_for_it_and_off_is_as_without(model: str) -> None:
     arguments = ["replay", str(EXCERPT), "--speed", "2", "--engine-model", model, "--blocks", "16384", "--json"]

@@ -11,7 +11,7 @@ from services.engines.torch.runner import TorchRunner
 from tests.engines.torch.driver import Driver
 
 TEXTS = ["What is the capital of France?", "Explain how TCP works.", "def fib(n):", "List three fruits, please."]
-NUM_PREFIXES = 8
+NUM_PREFIXES = 6
 
 
 @pytest.fixture(scope="module")
